@@ -6,6 +6,7 @@ where they are. So what it keeps goes along, by as much as the weights are moved
 the loop had trained there from the start.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 from weakref import WeakSet
@@ -70,6 +71,19 @@ class Optimizers:
         """Their learning rates, by their groups."""
         groups = [group for each in self._all() for group in each.param_groups]
         return [float(group["lr"]) for group in groups if "lr" in group]
+
+    def step_matrices_at(self, rate: float, weights: Iterable[Tensor]) -> bool:
+        """Whether most of the matrices among the weights are stepped at this rate, and not by Muon."""
+        stepped = {
+            id(parameter)
+            for each in self._all()
+            if "muon" not in type(each).__name__.lower()
+            for group in each.param_groups
+            if math.isclose(float(group.get("lr", 0.0)), rate, rel_tol=1e-6)
+            for parameter in group["params"]
+        }
+        matrices = [id(tensor) for tensor in weights if tensor.ndim > 1]
+        return 2 * len(stepped.intersection(matrices)) > len(matrices)
 
     def find_copies(self, weights: Iterable[Tensor]) -> set[str]:
         """Looks which keys of the states hold copies of the weights, and returns what is new.

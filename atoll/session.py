@@ -33,6 +33,9 @@ from atoll.weights import Place, Weights, check_model, check_scaling, reshard, t
 RATE = "learning_rate"
 """The end of the rules that are learning rates."""
 
+ADAMW_RATE, MUON_RATE = "inner.learning_rate", "inner.muon_learning_rate"
+"""Those of them that a loop reads."""
+
 CHILD_SECONDS = 180.0
 """How long a node of our own may take to be there: it loads what it needs, and asks the coordinator."""
 
@@ -93,6 +96,7 @@ class Session:
         self.steps_at_risk = 0  # trained, and not published yet
         self.follows = False  # the loop has asked how far the run is, or what it wants of rates
         self._has_told_wait = False  # since it trained last
+        self._has_told_rate = False  # that one was taken for what Muon trains
 
     def come_in(self) -> None:
         """Connects, takes the global parameters over, and waits for the first plan."""
@@ -122,6 +126,7 @@ class Session:
             self._tell(watch.advice(follows=self.follows))
             self.log.tell(logging.INFO, "trained", round=training.round, inner_steps=training.steps)
         own = watch.values()
+        were_flat = weights.flat() if training is None else None
         self._optimizers.evaluate()
         self._carry_out_all(None if training is None else self._trained(training))
         if self.over:
@@ -129,6 +134,8 @@ class Session:
             return
         self._optimizers.train()
         assert self._weights is not None  # others, where the loop has come back
+        if were_flat is not None:
+            self._tell_what_was_trained(self._weights.flat() - were_flat)
         watch.given(self._weights.bits(), own if self.is_replaced else None)
 
     def _carry_out_all(self, answer: Message | None) -> None:
@@ -177,6 +184,8 @@ class Session:
         if is_first:
             self._statistics.look()
         self._watch.took_a_step(is_first=is_first)
+        if is_first and not self._has_told_rate:
+            self._has_told_rate = self._tell_rate_of_matrices(training)
 
     def look_for_change(self, training: Training) -> None:
         """At a step that all ranks have come to. Raises ModelMismatchError where too many change nothing."""
@@ -237,6 +246,34 @@ class Session:
                 "exchanged, and each node goes on with its own. To share it, make it a part of that model, "
                 "and the run of both",
             )
+
+    def _tell_what_was_trained(self, flattened: set[str]) -> None:
+        """Says that weights were trained before `join`, where the run's that replace them never were."""
+        if flattened and self._ranks.rank == 0:
+            self.log.tell(
+                logging.WARNING,
+                "the run begins with new weights, which have replaced trained ones in this loop: the values "
+                f"of {min(flattened)} are all the same in the run, and were not here. To begin with the "
+                "loop's, make a run whose function loads them, or save them as a folder of transformers and "
+                "make it by 'atoll init NEWDIR --from FOLDER'",
+            )
+
+    def _tell_rate_of_matrices(self, training: Training) -> bool:
+        """Says, if so, that a rate was taken for matrices that the run means for what Muon leaves out."""
+        rate, muon = training.read.get(ADAMW_RATE), training.rates.get(MUON_RATE)
+        assert self._weights is not None
+        weights = tensors_of(self._model, self._weights.places).values()
+        if rate is None or muon is None or not self._optimizers.step_matrices_at(rate, weights):
+            return False
+        if self._ranks.rank == 0:
+            self.log.tell(
+                logging.WARNING,
+                "this loop trains matrices at swarm.learning_rate, which a run with Muon has for all but the "
+                f"matrices: at its peak {training.rates[ADAMW_RATE]:g}, and Muon's {muon:g}. For "
+                "AdamW it is about five times too much: take swarm.muon_learning_rate, or make the run with "
+                "--optimizer adamw",
+            )
+        return True
 
     def _tell(self, advice: Sequence[str]) -> None:
         if self._ranks.rank == 0:

@@ -36,7 +36,7 @@ from atoll.evaluation import Evaluate
 from atoll.ranks import Ranks
 from atoll.running_statistics import Compute
 from atoll.samples import Batch, Chunk
-from atoll.session import CHILD_SECONDS, Run, Session
+from atoll.session import ADAMW_RATE, CHILD_SECONDS, MUON_RATE, Run, Session
 from atoll.training import Training
 
 TELL_SECONDS = 0.5
@@ -88,12 +88,12 @@ class Swarm:
         Amendments, and `[inner] scaling` with the nodes of a round, are in it. A loop may take it over, as
         `group["lr"] = swarm.learning_rate`; by itself nothing does.
         """
-        return self._rate("inner.learning_rate")
+        return self._rate(ADAMW_RATE)
 
     @property
     def muon_learning_rate(self) -> float:
         """The same of `[inner] muon_learning_rate`. Raises SwarmError where the run has no Muon."""
-        return self._rate("inner.muon_learning_rate")
+        return self._rate(MUON_RATE)
 
     def _rate(self, key: str) -> float:
         self._session.follows = True
@@ -103,7 +103,9 @@ class Swarm:
                 f"the run says nothing of {key}" if training else "no plan has come here yet",
                 next_step="read swarm.learning_rate" if training else "",
             )
-        return training.rate(key)
+        rate = training.rate(key)
+        training.read[key] = rate
+        return rate
 
     @property
     def is_over(self) -> bool:

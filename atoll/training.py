@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -27,6 +27,7 @@ class Training:
         float, ...
     ]  # of those rates, at inner steps evenly from the first to the last
     began_at: float
+    read: dict[str, float] = field(default_factory=dict)  # what the loop has last read of them
     steps: int = 0
     look_at: int = 1  # steps after which the ranks agree next on whether to go on
     tokens: int = 0

@@ -196,6 +196,13 @@ class Weights:
         tensors = tensors_of(of or self.model, self.places)
         return few_of_all(tensors[place.name] for place in self.places)
 
+    @torch.no_grad()
+    def flat(self) -> set[str]:
+        """Tensors whose values here are all the same, by a few of them: norms before they are trained."""
+        reshard(self.model)
+        few = {name: _few(tensor) for name, tensor in tensors_of(self.model, self.places).items()}
+        return {name for name, each in few.items() if len(each) and bool((each == each[0]).all())}
+
     def types_of(self, model: nn.Module) -> set[torch.dtype]:
         """Types of what the run trains of the model, or of a copy of it."""
         return {tensor.dtype for tensor in tensors_of(model, self.places).values()}

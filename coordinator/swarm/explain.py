@@ -82,15 +82,19 @@ def alike_in_words(state: SwarmState) -> str:
     """That loops have trained on the same samples in the newest round; empty where none have.
 
     As programs do that draw their batches by one seed: all learn what one of them would alone. Their mean
-    losses are equal to the last bit then, which those of other samples are not.
+    losses are equal to the last bit then, which those of other samples are not. Where losses are too coarse
+    or untold, what they contribute tells: the same bytes, for as long as they owe the same.
     """
     if (newest := state.last_closed) is None:
         return ""
-    by_work: dict[tuple[int, int, float], list[NodeId]] = {}
+    by_work: dict[tuple[object, ...], list[NodeId]] = {}
     for node_id, told in newest.trained.items():
         member = state.members.get(node_id)
-        if told.tokens and _is_fine(told) and member is not None and kind_of(member) is Kind.LOOP:
-            work = told.inner_steps, told.tokens, told.loss
+        if not told.tokens or member is None or kind_of(member) is not Kind.LOOP:
+            continue
+        sent = [each.contribution_of(node_id) for each in newest.commit.slices]
+        if (is_fine := _is_fine(told)) or (sent and None not in sent):
+            work = told.inner_steps, told.tokens, told.loss, () if is_fine else tuple(sent)
             by_work.setdefault(work, []).append(node_id)
     words = [
         f"{names_of(state, sorted(nodes))} have trained on the same samples in round "
@@ -101,8 +105,8 @@ def alike_in_words(state: SwarmState) -> str:
     if not words:
         return ""
     return (
-        f"{'; '.join(words)}: their losses are equal to the last digit, so all together learn what one would "
-        "alone; give each loop a seed, or a part of the data, of its own"
+        f"{'; '.join(words)}: their losses, or what they contribute, are equal to the last digit, so all "
+        "together learn what one would alone; give each loop a seed, or a part of the data, of its own"
     )
 
 

@@ -9,6 +9,7 @@ import signal
 import socket
 import stat
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,9 +20,10 @@ import atoll
 from node.island.loops.door import SOCKET_FILE, refusal_of
 from node.island.loops.messages import VERSION, Hello, word_of
 from node.island.models.decoder_modules import Decoder
+from node.island.models.first_weights import initial_parameters
 from node.island.ranks.faults import LoopGoneError
 from protocol.run.models import Description
-from protocol.run.run_spec import RunSpec
+from protocol.run.run_spec import InnerSection, RunSpec
 from tests.islands.rank_scene import small_spec
 from tests.unit.loop_scene import (
     Normed,
@@ -218,6 +220,65 @@ async def test_what_the_optimizer_steps_beside_the_model_is_told(
         with caplog.at_level(logging.WARNING, logger="atoll"):
             await one.joined(steps_on_samples, model=model, optimizer=torch.optim.SGD(stepped))
         assert "the optimizer also steps a parameter [2, 3], which the model" in caplog.text
+
+
+@pytest.mark.parametrize("is_trained", [False, True])
+async def test_a_loop_whose_trained_weights_a_new_run_replaces_is_told_so(
+    is_trained: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with scene(tmp_path) as one:
+        one.vectors.parameters[:] = initial_parameters(one.spec)
+        model = Decoder(one.spec.decoder)
+        gain = model.get_parameter("model.norm.weight")
+        if is_trained:
+            with torch.no_grad():
+                gain[0] += 0.1
+        thread = await one.joined(steps_on_samples, model=model)
+        await one.train(work())
+        await one.stops(thread)
+    told = [told for told in caplog.messages if "begins with new weights" in told]
+    assert len(told) == is_trained
+    assert all("values of model.norm.weight are all the same in the run" in each for each in told)
+
+
+@pytest.mark.parametrize(
+    ("takes", "by", "is_told"),
+    [
+        ("learning_rate", torch.optim.AdamW, True),
+        ("muon_learning_rate", torch.optim.AdamW, False),
+        ("learning_rate", type("Muon", (torch.optim.SGD,), {}), False),
+    ],
+)
+async def test_a_loop_that_takes_the_rate_beside_muon_for_matrices_is_told_once(
+    takes: str,
+    by: Callable[..., torch.optim.Optimizer],
+    is_told: bool,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    spec = small_spec()
+    rates = {"optimizer": "muon", "muon_learning_rate": 0.012, "learning_rate": 0.05}
+    inner = InnerSection.model_validate(spec.inner.model_dump(mode="json") | rates)
+    spec = spec.model_copy(update={"inner": inner})
+    async with scene(tmp_path, spec) as one:
+        model = Decoder(spec.decoder)
+        optimizer = by(model.parameters(), lr=1.0)
+
+        def train(swarm: atoll.Swarm) -> None:
+            while not swarm.is_over:
+                for group in optimizer.param_groups:
+                    group["lr"] = getattr(swarm, takes)
+                _ = swarm.learning_rate
+                nudge(model)
+                swarm.step(tokens=1)
+
+        thread = await one.joined(train, model=model, optimizer=optimizer)
+        await one.train(work(1))
+        await one.train(work(2))
+        await one.stops(thread)
+    told = [told for told in caplog.messages if "which a run with Muon has" in told]
+    assert len(told) == is_told
+    assert all("at its peak 0.05, and Muon's 0.012" in each for each in told)
 
 
 async def test_a_process_that_a_loop_has_forked_does_not_keep_it_alive(tmp_path: Path) -> None:

@@ -12,7 +12,16 @@ from coordinator.swarm.explain import alike_in_words, differing_in_words
 from coordinator.swarm.transition import Transition
 from protocol.wire.messages import EvaluationAsked, RoundOpened
 from protocol.wire.rounds import OWN_LOOP, CorpusSummary, NodeId
-from tests.unit.swarm_scene import CORPUS, INITIAL, Scene, asked_of, digest_of, of_kind
+from tests.unit import swarm_scene
+from tests.unit.swarm_scene import (
+    CORPUS,
+    INITIAL,
+    Scene,
+    asked_of,
+    contribution_from,
+    digest_of,
+    of_kind,
+)
 
 NODES = ("node-a", "node-b")
 
@@ -371,6 +380,25 @@ def test_loops_that_draw_the_same_batches_are_told_once_and_until_they_do_not() 
     coarse = (3.09375, 2.7316)  # of 16 bits, or rounded: equal by chance
     for loss in coarse:
         assert round_with_losses(scene, a=loss, b=loss, **own) == ("", 0)
+
+
+@pytest.mark.parametrize("loss", [0.0, 3.09375])
+def test_loops_with_losses_of_16_bits_or_none_are_known_by_what_they_contribute(
+    loss: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene = loops(a="", b="", c="")
+    assert round_with_losses(scene, a=loss, b=loss, c=loss) == ("", 0)
+    with monkeypatch.context() as alike:
+        alike.setattr(
+            swarm_scene,
+            "contribution_from",
+            lambda node, index: contribution_from("a" if node in "ab" else node, index),
+        )
+        words, num_news = round_with_losses(scene, a=loss, b=loss, c=loss)
+        assert words.startswith("a, b have trained on the same samples in round 2: ")
+        assert num_news == 1
+        assert round_with_losses(scene, a=loss, b=2.5, c=2.5) == ("", 0)
+    assert round_with_losses(scene, a=loss, b=loss, c=loss) == ("", 0)
 
 
 def test_private_texts_that_are_not_equally_hard_are_no_difference() -> None:
