@@ -267,3 +267,37 @@ def test_of_a_single_conversation_the_end_of_its_last_document_is_held_out(tmp_p
     found = [tokens_of(tmp_path / "out", made.manifest, each) for each in (trained, kept_back)]
     assert np.array_equal(np.concatenate(found), tokens)
     assert len(found[1]) == round(0.3 * len(encoded[-1].tokens))
+
+
+@pytest.mark.parametrize(
+    ("record", "pack", "warning"),
+    [
+        ({"messages": PLAIN}, [], "samples cut through conversations"),
+        ({"prompt": "what? ", "completion": "it"}, [], "samples cut through conversations"),
+        ({"messages": PLAIN}, ["--pack", "16"], "pieces begin within a document that is longer than 16"),
+        ({"messages": PLAIN}, ["--pack", "512"], ""),
+        ({"text": "plain " * 9}, [], ""),
+        ({"text": "plain " * 99}, ["--pack", "16"], ""),
+    ],
+)  # fmt: skip
+def test_answers_that_are_cut_from_what_asks_for_them_are_told(
+    record: dict[str, Any],
+    pack: list[str],
+    warning: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    chat_folder(tmp_path, FORGETTING)
+    key = next(iter(record))
+    some = [{**record, key: [asks(f"x{i}"), *PLAIN]} for i in range(9)]
+    if isinstance(record[key], str):
+        some = [{**record, key: f"{i} {record[key]}"} for i in range(9)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(each) + "\n" for each in some))
+    monkeypatch.chdir(tmp_path)
+    command = ["data", "prepare", "a.jsonl", "--tokenizer", "chat", "--held-out", "0.3", *pack]
+    assert console.run(cli.root, [*command, "--jobs", "1", "--out", "out"]) == ExitCode.OK
+    said = capsys.readouterr()
+    assert warning in said.err and said.err.count("warning: ") <= bool(warning)
+    is_apart = "across_documents = false" in said.out.split("[data]")[1]
+    assert is_apart == ("text" not in record)

@@ -187,7 +187,13 @@ def prepare(
         _tell_sources(repeated, made.tokens_of)
     if made.in_several.num_conversations:
         _tell_several(made.in_several)
-    _tell(out, made.manifest, num_empty=made.num_empty)
+    _tell(
+        out,
+        made.manifest,
+        num_empty=made.num_empty,
+        has_answers=made.num_answering > 0,
+        num_cut=made.num_cut,
+    )
 
 
 def _repetition(text: str) -> tuple[str, float]:
@@ -218,6 +224,23 @@ def _tell_sources(repeated: tuple[tuple[str, float], ...], tokens_of: dict[str, 
                 f"{named.get(source, 'others, once')}: {console.count_in_words(num_tokens)} tokens to train "
                 f"on, {num_tokens / total:.1%} of all"
             )
+
+
+def _warn_of_cuts(context: int | None, num_cut: int) -> None:
+    """Of answers that are learned without what asks for them."""
+    if context is None:
+        click.echo(
+            "warning: samples cut through conversations, so that answers are learned without what asks for "
+            "them; prepare them with --pack CONTEXT, which keeps them whole",
+            err=True,
+        )
+    elif num_cut:
+        click.echo(
+            f"warning: {num_cut:,} pieces begin within a document that is longer than {context:,} tokens, "
+            "and what they answer is learned without what asks for it; pack them for a longer context, or "
+            "leave them out",
+            err=True,
+        )
 
 
 def _tell_several(several: "InSeveral") -> None:
@@ -261,7 +284,14 @@ def _files_of_tokens(inputs: tuple[str, ...], *, but_for: tuple[str, ...] = ()) 
     return tokens
 
 
-def _tell(out: Path, manifest: "Manifest", *, num_empty: int = 0) -> None:
+def _tell(
+    out: Path,
+    manifest: "Manifest",
+    *,
+    num_empty: int = 0,
+    has_answers: bool = False,
+    num_cut: int = 0,
+) -> None:
     """What was made, and the lines of the run file that name it."""
     from node.island.data.preparing import as_run_file
 
@@ -279,10 +309,16 @@ def _tell(out: Path, manifest: "Manifest", *, num_empty: int = 0) -> None:
             "them, or name those that are held out: --held-out FILE",
             err=True,
         )
+    if has_answers:
+        _warn_of_cuts(None if manifest.row is None else manifest.row - 1, num_cut)
+    then = ", then across_documents = false in my-run/run.toml, so that conversations do not see each other"
     click.echo(
-        f"next: atoll init my-run --data {shlex.quote(str(out))}; or in a run file of yours:\n"
+        f"next: atoll init my-run --data {shlex.quote(str(out))}{then if has_answers else ''}; or in a run "
+        "file of yours:\n"
     )
     click.echo(as_run_file(out, manifest), nl=False)
+    if has_answers:
+        click.echo("across_documents = false")
     if manifest.tokenizer_digest is not None:
         click.echo(
             f"# or, where each node has tokens of its own: private = true, and instead of paths and "

@@ -110,6 +110,8 @@ class Prepared:
 
     manifest: Manifest
     num_empty: int
+    num_answering: int  # conversations, and answers to prompts
+    num_cut: int  # pieces to train on that begin within a document longer than a row
     in_several: InSeveral
     tokens_of: dict[str, int]  # to train on, for each pattern that is repeated; "" has the others'
 
@@ -181,6 +183,8 @@ def prepare(
     return Prepared(
         manifest=manifest,
         num_empty=sum(receipt.num_empty for receipt in receipts),
+        num_answering=sum(receipt.num_answering for receipt in receipts),
+        num_cut=sum(receipt.num_cut for receipt in receipts),
         in_several=functools.reduce(
             InSeveral.plus, (receipt.in_several for receipt in receipts), InSeveral()
         ),

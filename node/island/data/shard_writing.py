@@ -28,7 +28,13 @@ from node.island.data.manifest import (
     ShardEntry,
 )
 from node.island.data.records import Document
-from node.island.data.tokenizing import ByteTokenizer, Encoded, FileTokenizer, Tokenizer
+from node.island.data.tokenizing import (
+    ByteTokenizer,
+    Encoded,
+    FileTokenizer,
+    Tokenizer,
+    has_parts,
+)
 from protocol.files.durable import refusing
 from protocol.run.models import Section
 
@@ -194,7 +200,9 @@ class Receipt(Section):
     files: dict[str, FileEntry]
     num_documents: int  # each once, however often it is repeated
     num_empty: int  # of them: those without text, which are left out
+    num_answering: int  # of them: conversations, and answers to prompts
     in_several: InSeveral  # of them, too
+    num_cut: int  # pieces in training that begin within a document longer than a row
     tokens_of: dict[str, int]  # to be learned in training, for each source
     least_hash: Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")] | None  # of its documents
 
@@ -339,7 +347,8 @@ def write_shard(
         False: ShardWriter(folder, name, token_bytes=token_bytes),
         True: ShardWriter(folder, f"{name}.held-out", token_bytes=token_bytes),
     }
-    num_documents, num_empty, least_hash, in_several = 0, 0, HASHES, InSeveral()
+    num_documents, num_empty, num_answering, num_cut = 0, 0, 0, 0
+    least_hash, in_several = HASHES, InSeveral()
     tokens_of = dict.fromkeys((part.source for part in job.parts), 0)
     for gathered in _gathered(job.parts, encoding.field, tell):
         num_documents += sum(not part.repetition for part, _ in gathered)
@@ -349,6 +358,7 @@ def write_shard(
         for (part, document), encoded in zip(kept, all_encoded, strict=True):
             value = hash_of(document)
             least_hash = min(least_hash, value)
+            num_answering += has_parts(document) and not part.repetition
             if len(encoded) > 1 and not part.repetition:
                 in_several = in_several.plus(InSeveral.of(encoded))
             is_held_out = job.is_held_out or value < encoding.held_out_below
@@ -367,6 +377,7 @@ def write_shard(
     for held_out, writer in writers.items():
         shard, own = writer.close()
         if shard.num_tokens and encoding.row and not held_out:
+            num_whole = shard.num_documents
             shard, own = pack(
                 folder,
                 shard,
@@ -375,6 +386,7 @@ def write_shard(
                 token_bytes=token_bytes,
                 padding=tokenizer.end_of_document,
             )
+            num_cut = shard.num_documents - num_whole
         if shard.num_tokens:
             files |= own
         else:
@@ -387,7 +399,9 @@ def write_shard(
         files=files,
         num_documents=num_documents,
         num_empty=num_empty,
+        num_answering=num_answering,
         in_several=in_several,
+        num_cut=num_cut,
         tokens_of=tokens_of,
         least_hash=None if least_hash == HASHES else f"{least_hash:016x}",
     )

@@ -137,7 +137,7 @@ class FileTokenizer:
     def encode(self, documents: list[Document]) -> list[list[Encoded]]:
         """See Tokenizer."""
         self._tokenizer.encode_special_tokens = True  # as letters, in spite of its name
-        plain = iter(self._plain([_text_of(each) for each in documents if not _has_parts(each)]))
+        plain = iter(self._plain([_text_of(each) for each in documents if not has_parts(each)]))
         answers = iter([self._answer(each) for each in documents if each.prompt_bytes])
         self._tokenizer.encode_special_tokens = False
         return [
@@ -214,7 +214,7 @@ class FileTokenizer:
         )
 
 
-def _has_parts(document: Document) -> bool:
+def has_parts(document: Document) -> bool:
     """Whether not all of it is learned alike."""
     return bool(document.messages or document.prompt_bytes)
 
