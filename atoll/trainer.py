@@ -86,7 +86,7 @@ def loss_in(outputs: Any) -> Tensor | None:
         outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
     )
     found = outputs[0] if of_name is None and isinstance(outputs, tuple) and outputs else of_name
-    return found.detach() if isinstance(found, Tensor) and found.numel() == 1 else None
+    return found if isinstance(found, Tensor) and found.numel() == 1 else None
 
 
 def share_of(told: int | Tensor, *, rank: int, sharers: int) -> int | Tensor:
@@ -232,7 +232,11 @@ class TrainerCallback(Base):
         self._hooks.append(model.register_forward_pre_hook(count, with_kwargs=True))
 
     def _hear_losses_of(self, model: nn.Module, how: TrainingArguments) -> None:
-        """Keeps the losses that the model returns: what the trainer logs is of some steps, and earlier."""
+        """Keeps the losses that the model returns: what the trainer logs is of some steps, and earlier.
+
+        Only those that a backward pass goes through: a trainer with a loss of its own, as trl's GRPO, may
+        give the model labels all the same, and its loss is not what is trained then.
+        """
         sharers = how.world_size if how.average_tokens_across_devices else 1
 
         def hear(module: nn.Module, args: Any, inputs: dict[str, Any], outputs: Any) -> None:
@@ -241,7 +245,11 @@ class TrainerCallback(Base):
                 and torch.is_grad_enabled()
                 and (loss := loss_in(outputs)) is not None
             ):
-                self._losses.append(loss)
+                kept = loss.detach()
+                if torch.compiler.is_compiling():  # what is compiled takes no hook
+                    self._losses.append(kept)
+                elif loss.requires_grad:
+                    loss.register_hook(lambda _: self._losses.append(kept))
                 self._sharers = sharers if inputs.get("num_items_in_batch") is not None else 0
 
         self._hooks.append(model.register_forward_hook(hear, with_kwargs=True))

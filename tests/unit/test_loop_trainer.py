@@ -46,6 +46,7 @@ def train(
     how: dict[str, Any],
     rows: Rows | None = None,
     kind: type[LlamaForCausalLM] = LlamaForCausalLM,
+    by: type[Trainer] = Trainer,
     **arguments: Any,
 ) -> threading.Thread:
     """A trainer in a thread, on the run's model; `ended` has what came of it."""
@@ -66,7 +67,7 @@ def train(
     defaults: dict[str, Any] = {"save_strategy": "no", "max_steps": 1000, "seed": 7}
     defaults["logging_steps"] = 1
     defaults["per_device_train_batch_size"] = 4
-    trainer = Trainer(
+    trainer = by(
         model,
         TrainingArguments(
             output_dir=str(one.home / "trainer"),
@@ -131,6 +132,28 @@ async def test_the_losses_of_all_steps_are_told_however_seldom_the_trainer_logs(
         (state,) = one.ended
         (mean,) = (told["train_loss"] for told in state.log_history if "train_loss" in told)
         assert report.inner_steps == 3 and report.loss == pytest.approx(mean, rel=1e-4)
+
+
+class OfRewards(Trainer):
+    """As trl's GRPO: it gives the model labels, and trains another loss than the model's own."""
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        logits: torch.Tensor = model(**inputs).logits
+        return logits.square().mean() - 7.0
+
+
+async def test_of_a_trainer_with_a_loss_of_its_own_that_one_is_told_and_not_the_model_s(
+    tmp_path: Path,
+) -> None:
+    async with scene(tmp_path) as one:
+        thread = train(one, how={}, by=OfRewards)
+        await one.is_here()
+        report = await one.train(work(steps=3))
+        await one.stops(thread)
+        (state,) = one.ended
+        logged = [told["loss"] for told in state.log_history if "loss" in told]
+        # The trainer logs a step's loss after its callbacks have heard of the step.
+        assert report.loss == pytest.approx(sum(logged[:2]) / 2, rel=1e-4)
 
 
 async def test_a_trainer_that_ends_before_the_run_contributes_and_says_so(
