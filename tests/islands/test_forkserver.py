@@ -245,6 +245,22 @@ async def test_one_that_was_killed_and_has_not_quite_ended_when_ranks_are_wanted
     await island.stop()
 
 
+async def test_its_end_below_a_rank_is_told_and_ranks_start_again(island: ProcessIsland) -> None:
+    await island.start()
+    server: Any = forkserver._forkserver
+    os.kill(server._forkserver_pid, signal.SIGKILL)
+    with pytest.raises(RankDiedError, match="255, as where the process that forked it is killed"):
+        await asyncio.wait_for(_until_refused(island), 60)
+    await island.stop()
+    await island.start()
+    await island.stop()
+
+
+async def _until_refused(island: ProcessIsland) -> None:
+    while True:
+        await island.adopt()
+
+
 async def test_its_end_is_nobodys_fault_when_the_node_stops(
     forkserver_id: int, has_asked: asyncio.Event, island: ProcessIsland
 ) -> None:

@@ -158,6 +158,7 @@ Answer = TypeVar("Answer")
 _TERMINATE_SECONDS = 3.0
 _KILL_SECONDS = 1.5
 _GRACE_SECONDS = 0.3  # a rank fails because another died, and says so before the death shows
+_FORKSERVER_GONE = 255  # Python's code for a process of a forkserver that has ended
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -537,6 +538,8 @@ def _manner_of(exit_code: int | None) -> str:
             name = signal.Signals(-exit_code).name
             why = " (the kernel does so for want of memory)" if name == "SIGKILL" else ""
             return f"was ended by {name}{why}"
+    if exit_code == _FORKSERVER_GONE:
+        return f"ended with exit code {exit_code}, as where the process that forked it is killed"
     return f"ended by itself with exit code {exit_code}"
 
 
