@@ -362,6 +362,9 @@ LEAST_LOSSES = 3
 JUMP_SHARE = 0.2
 """A rise by so much of the loss is a jump, where losses hardly move."""
 
+LESS_IS_BETTER = "less is better: evaluate=… returns accuracy and rewards with a minus"
+"""What the owners of loops may not have known: such a run goes back while it learns."""
+
 MOST_TIMES_USUAL = 6.0
 """Where they move more, a rise by so many times the usual move is one."""
 
@@ -530,6 +533,8 @@ def alarm_of(state: SwarmState, round: int, found: Sequence[HolderLoss]) -> Alar
     text = _held_by(state, min(bad, key=lambda one: _or_infinite(one.loss)).node_id)
     was = next((h.loss for h in last.holders if _held_by(state, h.node_id) == text), last.loss)
     what = f"{_found(losses)} after round {round}, and was {loss_in_words(was)} after round {last.round}"
+    if all(kind_of(state.members[one.node_id]) is Kind.LOOP for one in bad):
+        what += f" ({LESS_IS_BETTER})"
     if _was_here_before(state, round):
         return Alarm(round=None, reason=f"{what}, again after the run went back from there")
     reached = latest_in_reach(state, last.round)

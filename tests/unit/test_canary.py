@@ -231,6 +231,23 @@ def test_a_slow_rise_takes_the_run_back_to_its_best_state() -> None:
     assert alarm.reason.endswith("and was 3.200 after round 5")
 
 
+@pytest.mark.parametrize("device", ["own loop", "cpu"])
+def test_loops_whose_accuracy_takes_the_run_back_are_told_that_less_is_better(device: str) -> None:
+    kept = watched([0.1])
+    for name in ("a", "b"):
+        kept.scene.change(name, device=device)
+    accuracy = 0.1
+    while kept.scene.state.alarm is None:
+        accuracy += 0.02
+        assert accuracy < 1
+        kept.rounds(1)
+        tell(kept, accuracy, accuracy)
+    reason = kept.scene.state.alarm.reason
+    assert ("evaluate=… returns accuracy and rewards with a minus" in reason) is (
+        device == "own loop"
+    )
+
+
 def test_a_small_rise_that_lasts_is_no_alarm() -> None:
     """As of a run that begins to fit its samples more than the held-out text, or whose ranks began anew."""
     curve = curve_of(3.0, 2.6, 2.4, 2.3, 2.25, 2.22)
