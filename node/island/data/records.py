@@ -51,8 +51,8 @@ _OF_RECORDS = (
 )
 
 _COMPARED = (
-    "answers that are compared are learned by a loss of yours: --function MODULE:NAME "
-    "(docs/models-and-data.md, 'A model from a function')"
+    "answers that are compared are learned by a loss of yours, in a training loop (docs/loops.md) or as "
+    "--function MODULE:NAME (docs/models-and-data.md, 'A model from a function')"
 )
 _OTHER_SHAPES: tuple[tuple[frozenset[str], str], ...] = (
     (
