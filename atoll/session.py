@@ -168,15 +168,18 @@ class Session:
         assert self._weights is not None
         return self._weights.are_finite()
 
-    def took_a_step(self, training: Training) -> None:
-        """After an inner step. Raises ModelMismatchError for what may not have changed."""
+    def took_a_step(self, training: Training, *, counts: bool) -> None:
+        """After an inner step, which has told tokens if it `counts`.
+
+        Raises ModelMismatchError for what may not have changed.
+        """
         assert (
             self._statistics is not None and self._watch is not None and self._weights is not None
         )
         is_first = training.steps == 1
         if is_first:
             self._statistics.look()
-        self._watch.took_a_step(is_first=is_first)
+        self._watch.took_a_step(is_first=is_first, counts=counts)
 
     def look_for_change(self, training: Training) -> None:
         """At a step that all ranks have come to. Raises ModelMismatchError where too many change nothing."""
