@@ -175,15 +175,18 @@ class Session:
         assert self._weights is not None
         return self._weights.are_finite()
 
-    def took_a_step(self, training: Training) -> None:
-        """After an inner step. Raises ModelMismatchError for what may not have changed."""
+    def took_a_step(self, training: Training, *, counts: bool) -> None:
+        """After an inner step, which has told tokens if it `counts`.
+
+        Raises ModelMismatchError for what may not have changed.
+        """
         assert (
             self._statistics is not None and self._watch is not None and self._weights is not None
         )
         is_first = training.steps == 1
         if is_first:
             self._statistics.look()
-        self._watch.took_a_step(is_first=is_first)
+        self._watch.took_a_step(is_first=is_first, counts=counts)
         if is_first and not self._has_told_rate:
             self._has_told_rate = self._tell_rate_of_matrices(training)
 

@@ -135,13 +135,14 @@ class Swarm:
             raise RunOverError(f"the loop's part in the swarm is over: {session.over}")
         training = self._training
         session.is_replaced = False
-        training.tokens += self._tokens_of(training, tokens)
+        counted = self._tokens_of(training, tokens)
+        training.tokens += counted
         training.is_leased &= training.sampled_step == training.steps
         training.steps += 1
         session.steps_at_risk += 1
         if loss is not None:
             training.add_loss(loss)
-        session.took_a_step(training)
+        session.took_a_step(training, counts=counted > 0)
         self._tell_now_and_then(training)
         if training.steps >= training.look_at:
             more_steps = self._ranks.said_by_first(lambda: self._more_steps(training))

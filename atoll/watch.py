@@ -103,6 +103,9 @@ class Watch:
         self._bits: Bits = {}  # of the weights as the loop was given them
         self._still_steps = 0  # one after another, of earlier orders, that have changed nothing …
         self._still: dict[str, int] = {}  # … of these tensors, while others have changed
+        # Steps that told tokens: others, as where all rewards are equal, may change nothing.
+        self._told_steps = 0  # in this order
+        self._still_told_steps = 0  # in earlier ones that have changed nothing
         self._told: set[str] = set()  # advice
         self.has_moved = False  # a step has changed the weights since the loop came in
         self._sample = self._sampled()
@@ -133,15 +136,20 @@ class Watch:
         self._rates = self._optimizers.rates()
         self._bits = bits
         self._at_work = 0
+        self._told_steps = 0
         if own is not None and len(own) == len(now):
             self._adoption.took_over(own, now)
             way = float((own - now).norm())
             # What was here at first is nothing that the loop has trained.
             self._taken_over = 0.0 if self._taken_over is None else way
 
-    def took_a_step(self, *, is_first: bool) -> None:
-        """After an inner step. Raises ModelMismatchError for what may not have changed."""
+    def took_a_step(self, *, is_first: bool, counts: bool) -> None:
+        """After an inner step, which has told tokens if it `counts`.
+
+        Raises ModelMismatchError for what may not have changed.
+        """
         self._at_work = 0
+        self._told_steps += counts
         self._moves.came_to(self.values(), by_optimizer=False)
         self._moves.steps += 1
         self._adoption.took_a_step(self._moves.held, self._gradient)
@@ -186,17 +194,17 @@ class Watch:
                 "swarm.progress, or take swarm.learning_rate over, as "
                 "TrainerCallback(follows_learning_rate=True) does"
             )
-        taken, steps = self._moves.optimizer_steps, self._moves.steps
+        taken, steps = self._moves.optimizer_steps, self._told_steps
         if 0 < 3 * taken <= 2 * steps:  # of micro-batches a half, at most
             found["step"] = (
                 f"the optimizer has taken {taken} steps in {steps} calls of step(): call it once for each, "
                 "with the tokens of all its micro-batches, unless a GradScaler has skipped the others"
             )
         nothing = self._largest_gradient is not None and not self._largest_gradient
-        if nothing and self._still_steps >= STILL_STEPS:
+        if nothing and self._still_told_steps >= STILL_STEPS:
             found["zero"] = (
-                f"{self._still_steps} inner steps had gradients of nothing but zeros, as where all rewards "
-                "are equal: tell such steps as step(tokens=0), else they hold back what others train"
+                f"{self._still_told_steps} inner steps had gradients of nothing but zeros, as where all "
+                "rewards are equal: tell such steps as step(tokens=0), else they hold back what others train"
             )
         still = [(name, steps) for name, steps in self._still.items() if steps >= STILL_STEPS]
         if still and not found.get("zero"):
@@ -217,7 +225,8 @@ class Watch:
         A loop that trains another copy would contribute zeros, and with the weight of its tokens. It is
         looked for at a round's end, and once before, until a step has changed something.
         """
-        of_this_round, steps = steps, steps + self._still_steps
+        steps += self._still_steps
+        told_steps = self._told_steps + self._still_told_steps
         if not is_last and (self.has_moved or steps != STILL_STEPS):
             return
         now = bits()
@@ -225,12 +234,15 @@ class Watch:
         self.has_moved |= is_moved
         if is_last:
             self._still_steps = 0 if is_moved else steps
+            self._still_told_steps = 0 if is_moved else told_steps
             same = [name for name, own in now.items() if own == self._bits.get(name)]
-            self._still = {name: self._still.get(name, 0) + of_this_round for name in same}
+            self._still = {name: self._still.get(name, 0) + self._told_steps for name in same}
         if is_last and is_moved:
             self._largest_gradient = None
         # Without a gradient there is nothing to learn, as of samples whose rewards are all equal.
-        learns = self._largest_gradient is None or bool(self._largest_gradient != 0)
+        learns = told_steps >= STILL_STEPS and (
+            self._largest_gradient is None or bool(self._largest_gradient != 0)
+        )
         if not is_moved and steps >= STILL_STEPS and self._ranks.said_by_any(float(learns)):
             raise ModelMismatchError(
                 f"{steps} inner steps have changed nothing of the model that joined",

@@ -320,7 +320,7 @@ def test_optimizers_of_a_parameter_each_as_in_a_backward_pass_are_not_looked_at_
     for _ in range(3):
         for optimizer in optimizers:
             take_steps(model, optimizer, 1)
-        watch.took_a_step(is_first=False)
+        watch.took_a_step(is_first=False, counts=True)
     assert len(looks) == 3
     watch.ends_alone()
     take_steps(model, torch.optim.SGD(model.parameters(), lr=0.1), 1)
@@ -423,6 +423,31 @@ async def test_steps_without_anything_to_learn_are_told_and_only_others_that_cha
             assert caplog.text.count("30 inner steps had gradients of nothing but zeros") == 1
             assert "have changed nothing of" not in caplog.text
         await ends(thread)
+
+
+@pytest.mark.parametrize("has_gradient", [False, True])
+async def test_steps_that_told_no_tokens_may_change_nothing_however_many_they_are(
+    tmp_path: Path, has_gradient: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in GRPO while no answer has a reward: with a gradient of zeros, or without the optimizer's step."""
+    async with scene(tmp_path) as one:
+        model = Decoder(one.spec.decoder)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+        def train(swarm: atoll.Swarm) -> bool:
+            while not swarm.is_over:
+                if has_gradient:
+                    for parameter in model.parameters():
+                        parameter.grad = torch.zeros_like(parameter)
+                    optimizer.step()
+                swarm.step(tokens=0)
+            return True
+
+        thread = await one.joined(train, model=model)
+        await rounds(one, 4, steps=10)
+        await one.stops(thread)
+        assert one.ended == [True]
+        assert not [told for told in caplog.records if told.levelname == "WARNING"]
 
 
 async def test_an_average_that_is_put_in_as_the_loop_leaves_is_not_contributed(
