@@ -162,9 +162,7 @@ _PORT = click.IntRange(0, 65535)
 @click.option(
     "--total-steps",
     type=click.IntRange(1, 10**9),
-    default=10_000,
-    show_default=True,
-    help="Inner steps of one node in the whole run, where the exchange is chosen.",
+    help="Inner steps of one node in the whole run, where the exchange is chosen.  [default: 10000]",
 )
 @click.option("--host", default="0.0.0.0", show_default=True, help="Address to listen on.")
 @click.option(

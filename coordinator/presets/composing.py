@@ -16,6 +16,7 @@ from coordinator.presets.cost import CUBIC, Situation
 from coordinator.presets.reasons import NO_MOMENTUM, OFTEN
 from coordinator.presets.settling import Place, link_of, span_of, with_values
 from coordinator.presets.wanted import (
+    TOTAL_STEPS,
     Facts,
     Machine,
     Wanted,
@@ -462,7 +463,7 @@ def _planned(wanted: Wanted, trained: Trained, *, has_weights: bool) -> tuple[Pl
         up_bits_per_second=up,
         round_trip_seconds=_span(wanted.rtt, "--rtt", may_be_zero=True),
         seconds_per_inner_step=step_seconds,
-        total_steps=wanted.total_steps,
+        total_steps=wanted.total_steps or TOTAL_STEPS,
         batch=trained.batch,
         congestion_control=wanted.congestion or CUBIC if found is None else None,
         arithmetic=None if found is None else found.arithmetic,
@@ -473,7 +474,7 @@ def _planned(wanted: Wanted, trained: Trained, *, has_weights: bool) -> tuple[Pl
     plan = chosen(situation, {} if wanted.steps is None else {("inner", "steps"): wanted.steps})
     if plan.is_too_short:
         raise UsageError(
-            f"--steps {wanted.steps} are more than --total-steps {wanted.total_steps}",
+            f"--steps {wanted.steps} are more than --total-steps {situation.total_steps}",
             next_step="give fewer of the first or more of the second",
         )
     return plan, "" if found is None else found.advice

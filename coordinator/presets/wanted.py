@@ -21,6 +21,9 @@ from protocol.run.run_files import Asked
 from protocol.run.run_spec import RunSpec
 from protocol.wire.rounds import same_fields
 
+TOTAL_STEPS = 10_000
+"""Inner steps of one node in a whole run."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted(Asked):
@@ -38,7 +41,7 @@ class Wanted(Asked):
     step: str | None = None
     tokens_per_second: float | None = None
     steps: int | None = None
-    total_steps: int = 10_000
+    total_steps: int | None = None  # TOTAL_STEPS, where nobody says
 
     @property
     def builder(self) -> str | None:
@@ -230,6 +233,7 @@ def _refuse_two_speeds(wanted: Wanted) -> None:
     if wanted.link is None and wanted.measured is None:
         for option, value in (
             ("--step", wanted.step),
+            ("--total-steps", wanted.total_steps),
             ("--congestion", wanted.congestion),
             # With given weights it also says how many samples a step takes.
             ("--speed", None if wanted.source is not None else wanted.tokens_per_second),
