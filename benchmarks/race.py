@@ -482,17 +482,17 @@ def _speeds(
     """How much sooner `fast` reaches what `slow` ends at, or, inverse, what part of its speed `slow` has."""
     if fast == slow:
         return "1"
-    found = [
-        share_at(
-            known[replace(slow, seed=seed)]["loss"],
-            [
-                (each.share, row["loss"])
-                for each, row in known.items()
-                if replace(each, share=1.0) == replace(fast, seed=seed) and row["loss"] is not None
-            ],
-        )
-        for seed in seeds
-    ]
+    found = []
+    for seed in seeds:
+        curve = [
+            (each.share, row["loss"])
+            for each, row in known.items()
+            if replace(each, share=1.0) == replace(fast, seed=seed) and row["loss"] is not None
+        ]
+        if len(curve) > 1:  # it ran in shorter times, too
+            found.append(share_at(known[replace(slow, seed=seed)]["loss"], curve))
+    if not found:
+        return ""
     values = [share if is_inverse else 1 / share for share, _ in found]
     signs = {sign for _, sign in found} - {""}
     if not signs:
