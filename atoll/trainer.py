@@ -249,7 +249,8 @@ class TrainerCallback(Base):
                 if torch.compiler.is_compiling():  # what is compiled takes no hook
                     self._losses.append(kept)
                 elif loss.requires_grad:
-                    loss.register_hook(lambda _: self._losses.append(kept))
+                    # torch gives it no types.
+                    loss.register_hook(lambda _: self._losses.append(kept))  # type: ignore[no-untyped-call]
                 self._sharers = sharers if inputs.get("num_items_in_batch") is not None else 0
 
         self._hooks.append(model.register_forward_hook(hear, with_kwargs=True))

@@ -128,7 +128,7 @@ def watch_steps(model: Small, weights: Weights, ranks: Ranks) -> None:
     watch = Watch(model, places=weights.places, optimizers=optimizers, ranks=ranks)
     watch.given(weights.bits(), None)
     optimizer.step()
-    watch.took_a_step(is_first=True)
+    watch.took_a_step(is_first=True, counts=True)
     watch.ends(1, weights.bits)
     assert watch.has_moved and not watch.advice(follows=False)
     weights.adopt(None, is_taken=True)
