@@ -213,12 +213,13 @@ def test_the_table_of_the_race_in_the_docs_is_of_its_results(
 ) -> None:
     pages = (DOCS / "performance.md").read_text() + (RESULTS / "tables.md").read_text()
     section = pages.partition("## As fast to a loss as peers")[2]
-    said = section.partition(f"would take {taking} inner steps")[2].partition("It would take")[0]
+    said = section.partition(f"would take {taking} inner steps")[2]
+    said = said.partition("It would take")[0].partition("**In four times")[0]
     printed = list(report(known_in(race.RESULTS)))
     (table,) = [
         table
         for title, table in zip(printed[::2], printed[1::2], strict=True)
-        if title.startswith(race_of)
+        if title.startswith(race_of) and not title.endswith("as long")
     ]
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()[2:]]
     assert len(rows) == num_contenders
@@ -235,6 +236,32 @@ def test_the_table_of_the_race_in_the_docs_is_of_its_results(
         assert speed.partition(" (")[0] in line, name
         fragments = {race.PLAIN: 1, race.STREAMING: race.NUM_LAYERS}.get(contender)
         assert fragments is None or f"| {fragments * int(steps)} |" in line, name
+
+
+def test_the_longer_race_in_the_docs_is_of_its_results() -> None:
+    said = (DOCS / "performance.md").read_text().partition("**In four times as many steps**")[2]
+    printed = list(report(known_in(race.RESULTS)))
+    longer = printed.index(next(each for each in printed if each.endswith("4 times as long")))
+    rows = [
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in printed[longer + 1].splitlines()[2:]
+    ]
+    assert len(rows) == 3
+    for name, _, _, steps, _, _, loss_, above_, _, _ in rows:
+        contender = name.split(", ")[0]
+        line = next(each for each in said.splitlines() if each.startswith(f"| {contender}"))
+        assert f"| {loss_.split()[0]} |" in line
+        if contender != race.CEILING:
+            mean_, least, _, most = (
+                float(part.strip("(%)")) for part in above_.replace("to", "0").split()
+            )
+            assert f"{mean_:+.1f} %" in line and f"({least:.1f}, {most:.1f})" in line
+            assert f"| {race.NUM_LAYERS * int(steps)} |" in line
+    known = known_in(race.RESULTS)
+    atoll = race.best_tries(race.of_case(known, 50, 2, 4, "muon"))[race.ATOLL]
+    for interval in (1.0, 0.5):
+        row = known[replace(atoll, interval=interval)]
+        assert f"{race.NUM_LAYERS * row['steps']}" in said and f"{row['loss']:.4f}" in said
 
 
 def is_over(exchange: Exchange, congestion_control: CongestionControl) -> bool:

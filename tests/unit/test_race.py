@@ -14,7 +14,6 @@ from benchmarks.race import (
     ATOLL,
     CEILING,
     CONTENDERS,
-    LONGER,
     OUTERS,
     PLAIN,
     RACES,
@@ -121,7 +120,7 @@ def test_a_longer_race_goes_on_from_the_best_of_the_usual_time_at_the_ceilings_r
     longer: dict[Try, dict[str, Any]] = {}
 
     def loss_of(tried: Try) -> float:
-        loss = 1.0 - math.log(tried.share) + abs(math.log(tried.rate / best_rate))
+        loss = 1.0 + abs(math.log(tried.rate / best_rate))
         loss += {CEILING: 0.0, ATOLL: 0.04, STREAMING: 0.3}[tried.contender] * tried.interval
         longer[tried] = row_of(tried, loss)
         return loss
@@ -130,22 +129,21 @@ def test_a_longer_race_goes_on_from_the_best_of_the_usual_time_at_the_ceilings_r
         best_tries(usual),
         race=RACES[5],
         times=4,
-        seeds=[0],
+        seeds=[0, 1],
         losses_of=lambda tries: [loss_of(each) for each in tries],
     )
     assert {each.times for each in longer} == {4}
     assert best_tries(longer).keys() == {CEILING, STREAMING, ATOLL}
     assert {each.rate for each in longer if each.contender != CEILING} == {best_rate}
     assert best_tries(longer)[CEILING].rate == best_rate
-    shorter = [each for each in longer if each.share < 1]
-    assert {each.interval for each in shorter if each.contender == ATOLL} == {0.5}
-    assert {each.share for each in shorter if each.contender == ATOLL} == {*LONGER, 0.85}
+    assert {each.interval for each in longer if each.contender == ATOLL} == {1.0, 0.5}
+    assert {each.interval for each in longer if each.seed == 1 and each.contender == ATOLL} == {0.5}
+    assert {each.share for each in longer} == {1.0}
     told = "\n".join(report(usual | longer))
     assert "4 times as long" in told
     lines = [line for line in told.splitlines() if line.startswith("| Atoll")]
-    assert f"| {math.exp(0.3 / 2 - 0.04 / 2):.2f} | {math.exp(-0.04 / 2):.2f} |" in lines[
-        1
-    ].replace("  ", " ")
+    assert "| 1.0200 (1.0200 to 1.0200) | +2.00% (" in lines[1]
+    assert lines[1].endswith("|  |  |")
 
 
 def test_four_times_the_time_is_four_times_the_rounds_and_presets_know() -> None:
