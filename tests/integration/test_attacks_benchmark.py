@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from benchmarks.attacks import QUICK, longest_of
 
 ROOT = Path(__file__).parents[2]
@@ -15,6 +17,7 @@ MOST_LONGER = 1.5
 """Times a usual round of the clean run: where liars keep what others wait for."""
 
 
+@pytest.mark.timeout(660)  # two minutes of processor time, beside other tests
 def test_two_liars_of_eight_bend_no_run_and_every_honest_node_holds_the_same_state(
     tmp_path: Path,
 ) -> None:
