@@ -293,18 +293,19 @@ def tries_beyond(best: Try) -> list[Try]:
     return [replace(best, rate=best.rate * 2)] if best.rate >= fast else []
 
 
+def best_among(tries: Sequence[Try], losses_of: Losing) -> Try:
+    """The one that ends lowest."""
+    losses = losses_of(tries)
+    return tries[losses.index(min(losses))]
+
+
 def best_of(first: Try, losses_of: Losing) -> Try:
     """Coordinate by coordinate, from the middle of each."""
-
-    def best_among(tries: Sequence[Try]) -> Try:
-        losses = losses_of(tries)
-        return tries[losses.index(min(losses))]
-
-    best = best_among([first, *tries_after(first, 0)])
-    while (beyond := best_among([best, *tries_beyond(best)])) != best:
+    best = best_among([first, *tries_after(first, 0)], losses_of)
+    while (beyond := best_among([best, *tries_beyond(best)], losses_of)) != best:
         best = beyond
     for stage in (1, 2):
-        best = best_among([best, *tries_after(best, stage)])
+        best = best_among([best, *tries_after(best, stage)], losses_of)
     return best
 
 
@@ -349,13 +350,12 @@ def compete_longer(
     shorter: dict[str, Try], *, race: Race, times: int, seeds: Sequence[int], losses_of: Losing
 ) -> None:
     """From the best of the usual time: a lower rate, half of the interval, the other momenta."""
-
-    def best_among(tries: Sequence[Try]) -> Try:
-        losses = losses_of(tries)
-        return tries[losses.index(min(losses))]
-
+    if missing := {CEILING, *FAST} - shorter.keys():
+        raise SystemExit(
+            f"{', '.join(sorted(missing))} has not raced in the usual time: leave --times out first"
+        )
     ceiling = replace(shorter[CEILING], times=times)
-    while (lower := best_among([ceiling, replace(ceiling, rate=rate_below(ceiling))])) != ceiling:
+    while (lower := best_among([ceiling, slower(ceiling)], losses_of)) != ceiling:
         ceiling = lower
     best = {CEILING: ceiling}
     for name in FAST:
@@ -365,15 +365,15 @@ def compete_longer(
             first = replace(first, interval=1.0, outer=outer)
         others = [replace(first, outer=outer) for outer in OUTERS[:2] if outer != first.outer]
         half = replace(first, interval=first.interval / 2)
-        best[name] = best_among([first, half, *others])
+        best[name] = best_among([first, half, *others], losses_of)
     for seed in seeds:
         losses_of([replace(each, seed=seed) for each in best.values()])
 
 
-def rate_below(tried: Try) -> float:
-    """The next of RATES, or half of the lowest: the longer a run, the lower is its best rate."""
+def slower(tried: Try) -> Try:
+    """At the next of RATES, or half of the lowest: the longer a run, the lower is its best rate."""
     below = [rate for rate in RATES[tried.optimizer] if rate < tried.rate]
-    return max(below) if below else tried.rate / 2
+    return replace(tried, rate=max(below) if below else tried.rate / 2)
 
 
 def share_at(goal: float, curve: Sequence[tuple[float, float]]) -> tuple[float, str]:

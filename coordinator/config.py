@@ -92,7 +92,9 @@ SOME_HOME_FILES = (ISSUER_FILE, ISSUER_KEY_FILE, AUTHORITY_KEY_FILE, THROUGH_FIL
 """What a folder may be without: of runs of before the first two, the third where it lies elsewhere, and the
 last where no relay carries its coordinator."""
 
-Port = Annotated[int, Field(ge=0, le=65535)]
+MOST_PORT = 65535
+
+Port = Annotated[int, Field(ge=0, le=MOST_PORT)]
 Host = Annotated[str, Field(min_length=1, max_length=253)]
 
 
@@ -168,6 +170,11 @@ class CoordinatorConfig(Section):
         Raises UsageError.
         """
         if enrolment_port is None and control_port is not None:
+            if control_port == MOST_PORT:
+                raise UsageError(
+                    f"--port {control_port} leaves no port after it for joining",
+                    next_step="choose another, or name both: --port and --enrolment-port",
+                )
             enrolment_port = control_port and control_port + 1
         made = cls.checked(
             host=host,
@@ -180,7 +187,7 @@ class CoordinatorConfig(Section):
     @property
     def _usual_dashboard(self) -> str:
         beside = max(self.control_port, self.enrolment_port) + 1
-        is_port = 1 < beside <= 65535
+        is_port = 1 < beside <= MOST_PORT
         return f"127.0.0.1:{beside}" if is_port else DEFAULT_DASHBOARD
 
     @property

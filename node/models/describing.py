@@ -59,7 +59,7 @@ MOST_SAMPLES = 1 << 12
 
 HAS_LOADED = (
     "the function loads its weights, for another seed gives the same: the run goes on with them, and rates "
-    "and exchanges are chosen for that"
+    "and exchanges are chosen for that; if it draws them by a seed of its own, let it take the run's"
 )
 
 COMPARES_SAMPLES = (

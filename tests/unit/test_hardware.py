@@ -280,6 +280,19 @@ def test_a_users_limit_counts_the_threads_of_all_its_processes_and_does_not_hold
         require_processes(1, of="the node", root=root)
 
 
+@pytest.mark.parametrize("missing", ["Uid", "Threads"])
+def test_a_sandbox_that_tells_less_of_processes_holds_nobody(tmp_path: Path, missing: str) -> None:
+    lines = {"Name": "a\xff", "Uid": "7 7 7 7", "Threads": "2", "CapEff": "0"}
+    told = "".join(f"{key}:\t{value}\n" for key, value in lines.items() if key != missing)
+    root = machine(tmp_path, available_kib=1024, group="0::/\n")
+    (root / "proc/self").mkdir(exist_ok=True)
+    (root / "proc/self/limits").write_text("Max processes    30    30\n")
+    for process in ("self", "100"):
+        (root / "proc" / process).mkdir(exist_ok=True)
+        (root / "proc" / process / "status").write_bytes(told.encode("latin-1"))
+    require_processes(1, of="the node", root=root)
+
+
 def test_a_machine_that_limits_no_processes_has_enough(tmp_path: Path) -> None:
     require_processes(64, of="the node", root=machine(tmp_path, available_kib=1, group="0::/\n"))
     require_processes(64, of="the node", root=tmp_path / "without")

@@ -317,6 +317,7 @@ def test_what_else_a_file_with_a_model_says_is_told_to_be_left_out(
         (["--link", "100mbit", "--name", "Nö"], "'Nö' is not a name for a run", 64),
         (["--link", "100mbit", "--step", "1s", "--speed", "5"], "the same thing twice", 64),
         (["--link", "100mbit", "--nodes", "0"], "0 is not in the range", 64),
+        (["--port", "65535"], "--port 65535 leaves no port after it for joining", 64),
         (["--step", "1s"], "--step 1s has no effect while nothing is chosen", 64),
         (["--total-steps", "9"], "--total-steps 9 has no effect while nothing is chosen", 64),
         (["--model", "3m", "--from", "."], "both say what is trained", 64),

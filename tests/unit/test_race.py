@@ -146,6 +146,17 @@ def test_a_longer_race_goes_on_from_the_best_of_the_usual_time_at_the_ceilings_r
     assert lines[1].endswith("|  |  |")
 
 
+def test_a_longer_race_wants_to_know_who_was_best_in_the_usual_time() -> None:
+    with pytest.raises(SystemExit, match="Streaming DiLoCo has not raced in the usual time"):
+        compete_longer(
+            {each: first_try(RACES[5], 5, each, "muon") for each in (CEILING, ATOLL)},
+            race=RACES[5],
+            times=4,
+            seeds=[0],
+            losses_of=lambda tries: [],
+        )
+
+
 def test_four_times_the_time_is_four_times_the_rounds_and_presets_know() -> None:
     tried = first_try(RACES[50], 50, STREAMING, "muon")
     usual, longer = (course_of(replace(tried, times=times), RACES[50]) for times in (1, 4))

@@ -203,17 +203,17 @@ _MAY_EXCEED = 1 << 24 | 1 << 21
 
 def _left_to_the_user(root: Path) -> int:
     """By 'ulimit -u', which counts the threads of all processes that a user has."""
-    try:
+    limit, own = None, {}
+    with suppress(OSError):
         limits = (root / "proc/self/limits").read_text()
+        limit = re.search(r"^Max processes +(\d+)", limits, flags=re.MULTILINE)
         own = _status_of(root / "proc/self")
-    except OSError:
-        return _UNLIMITED
-    limit = re.search(r"^Max processes +(\d+)", limits, flags=re.MULTILINE)
-    if limit is None or int(own["CapEff"], 16) & _MAY_EXCEED:
+    # Sandboxes such as gVisor leave lines out.
+    if limit is None or "Uid" not in own or int(own.get("CapEff", "0"), 16) & _MAY_EXCEED:
         return _UNLIMITED
     left = int(limit[1])
     for process in (root / "proc").glob("[0-9]*"):
-        with suppress(OSError):  # it has ended
+        with suppress(OSError, KeyError):  # the former: it has ended
             status = _status_of(process)
             if status["Uid"].split()[0] == own["Uid"].split()[0]:
                 left -= int(status["Threads"])
@@ -221,7 +221,7 @@ def _left_to_the_user(root: Path) -> int:
 
 
 def _status_of(process: Path) -> dict[str, str]:
-    lines = (process / "status").read_text().splitlines()
+    lines = (process / "status").read_text(errors="replace").splitlines()  # a name may be any bytes
     return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
 
 
