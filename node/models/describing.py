@@ -86,6 +86,8 @@ def describe_asked(folder: Path, source: Path | None, asked: Asked) -> dict[str,
     data, vocab_size, there = _data_of(source, asked)
     if (packed := there.get("packed_context")) is not None:
         asked = replace(asked, context=_as_packed(packed, asked, notes))
+    if there.pop("has_answers", False) and _keeps_documents_apart(source, asked, notes):
+        data["across_documents"] = False
     if asked.by == "function" and asked.data_function is None and asked.context is None:
         raise UsageError(
             f"the model of --function {asked.function} learns from tokens, and nothing says how many a "
@@ -221,8 +223,31 @@ def _data_of(
         "training_shards": [shard.num_tokens for shard in manifest.training],
         "held_out_shards": [shard.num_tokens for shard in manifest.held_out],
         "packed_context": None if manifest.row is None else manifest.row - 1,
+        "has_answers": manifest.has_answers,
     }
     return table, manifest.vocab_size, there
+
+
+def _keeps_documents_apart(source: Path | None, asked: Asked, notes: list[str]) -> bool:
+    """Whether answers are learned without what stands before their conversation; says why, or why not."""
+    if asked.by == "function":
+        return False
+    if asked.by == "transformers":
+        from node.island.models.transformers import KEEPS_DOCUMENTS_APART, config_of
+
+        assert source is not None
+        kind = config_of(source)["model_type"]
+        if kind not in KEEPS_DOCUMENTS_APART:
+            notes.append(
+                f"conversations that share a sample see each other: no test shows that models of type "
+                f"{kind!r} keep them apart"
+            )
+            return False
+    notes.append(
+        f"[data] across_documents = false: of the tokens in {asked.data[0]} only answers are learned, so "
+        "conversations that share a sample do not see each other"
+    )
+    return True
 
 
 def _as_packed(packed: int, asked: Asked, notes: list[str]) -> int:

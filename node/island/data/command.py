@@ -187,13 +187,7 @@ def prepare(
         _tell_sources(repeated, made.tokens_of)
     if made.in_several.num_conversations:
         _tell_several(made.in_several)
-    _tell(
-        out,
-        made.manifest,
-        num_empty=made.num_empty,
-        has_answers=made.num_answering > 0,
-        num_cut=made.num_cut,
-    )
+    _tell(out, made.manifest, num_empty=made.num_empty, num_cut=made.num_cut)
 
 
 def _repetition(text: str) -> tuple[str, float]:
@@ -284,14 +278,7 @@ def _files_of_tokens(inputs: tuple[str, ...], *, but_for: tuple[str, ...] = ()) 
     return tokens
 
 
-def _tell(
-    out: Path,
-    manifest: "Manifest",
-    *,
-    num_empty: int = 0,
-    has_answers: bool = False,
-    num_cut: int = 0,
-) -> None:
+def _tell(out: Path, manifest: "Manifest", *, num_empty: int = 0, num_cut: int = 0) -> None:
     """What was made, and the lines of the run file that name it."""
     from node.island.data.preparing import as_run_file
 
@@ -309,15 +296,13 @@ def _tell(
             "them, or name those that are held out: --held-out FILE",
             err=True,
         )
-    if has_answers:
+    if manifest.has_answers:
         _warn_of_cuts(None if manifest.row is None else manifest.row - 1, num_cut)
-    then = ", then across_documents = false in my-run/run.toml, so that conversations do not see each other"
     click.echo(
-        f"next: atoll init my-run --data {shlex.quote(str(out))}{then if has_answers else ''}; or in a run "
-        "file of yours:\n"
+        f"next: atoll init my-run --data {shlex.quote(str(out))}; or in a run file of yours:\n"
     )
     click.echo(as_run_file(out, manifest), nl=False)
-    if has_answers:
+    if manifest.has_answers:
         click.echo("across_documents = false")
     if manifest.tokenizer_digest is not None:
         click.echo(

@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import blake3
 from pydantic import Field, ValidationError, model_validator
@@ -78,6 +78,7 @@ class Manifest(Section):
     tokenizer: Literal["bytes", "tokenizer.json", "unknown"]
     end_of_document: Count | None = None
     row: Annotated[int, Field(gt=1, lt=2**31)] | None = None  # tokens, where rows are packed
+    has_answers: bool = False  # conversations, or prompts, of which answers alone are learned
     piece_bytes: Annotated[int, Field(gt=0, lt=2**40)] = PIECE_BYTES
     files: dict[FileName, FileEntry]
     training: Annotated[tuple[ShardEntry, ...], Field(strict=False)]
@@ -125,7 +126,7 @@ class Manifest(Section):
 
     def canonical_json(self) -> str:
         """Sorted keys, no spaces: what the digest is taken of."""
-        return json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
+        return json.dumps(self._told(), sort_keys=True, separators=(",", ":"))
 
     def digest(self) -> Digest:
         """What a run file names these tokens by."""
@@ -143,7 +144,13 @@ class Manifest(Section):
 
     def as_written(self) -> bytes:
         """The manifest file. Its layout is for people: the digest is not of these bytes."""
-        return (json.dumps(self.model_dump(mode="json"), indent=1) + "\n").encode()
+        return (json.dumps(self._told(), indent=1) + "\n").encode()
+
+    def _told(self) -> dict[str, Any]:
+        told = self.model_dump(mode="json")
+        if not self.has_answers:  # older manifests lack it, and keep their digests
+            del told["has_answers"]
+        return told
 
 
 def read_manifest(

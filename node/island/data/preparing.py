@@ -110,7 +110,6 @@ class Prepared:
 
     manifest: Manifest
     num_empty: int
-    num_answering: int  # conversations, and answers to prompts
     num_cut: int  # pieces to train on that begin within a document longer than a row
     in_several: InSeveral
     tokens_of: dict[str, int]  # to train on, for each pattern that is repeated; "" has the others'
@@ -183,7 +182,6 @@ def prepare(
     return Prepared(
         manifest=manifest,
         num_empty=sum(receipt.num_empty for receipt in receipts),
-        num_answering=sum(receipt.num_answering for receipt in receipts),
         num_cut=sum(receipt.num_cut for receipt in receipts),
         in_several=functools.reduce(
             InSeveral.plus, (receipt.in_several for receipt in receipts), InSeveral()
@@ -474,6 +472,7 @@ def _merged(
         tokenizer="bytes" if encoding.tokenizer is None else "tokenizer.json",
         end_of_document=tokenizer.end_of_document,
         row=encoding.row,
+        has_answers=any(receipt.num_answering for receipt in receipts),
         files=files,
         training=tuple(training),
         held_out=tuple(held_out),
