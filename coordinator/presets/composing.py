@@ -171,23 +171,20 @@ def new_run(wanted: Wanted, folder: Path) -> NewRun:
         told_link(wanted.link)
     facts = facts_of_wanted(wanted, folder)
     trained, note = _trained(wanted, facts)
-    is_given = wanted.source is not None and not facts.is_new
     values: dict[Place, tuple[Any, str]] = {
         ("data", key): (value, "") for key, value in facts.data.items()
     }
     if wanted != Wanted(name=wanted.name, num_nodes=wanted.num_nodes):
         values |= {("model", key): (value, "") for key, value in trained.facts.model.items()}
         values[("inner", "batch")] = (trained.batch, trained.why_batch)
-        values |= _inner(wanted, trained, is_given=is_given)
+        values |= _inner(wanted, trained)
     if wanted.lora is not None:
         values[("lora", "rank")] = (wanted.lora, "")
     if wanted.num_nodes is not None:
         values[("run", "min_nodes")] = (wanted.num_nodes, "")
     if wanted.steps is not None:
         values[("inner", "steps")] = (wanted.steps, "")
-    # Those that a function draws have a digest as well, but are new.
-    has_weights = facts.has_loaded if wanted.function is not None else is_given
-    goes_on_by_adamw = has_weights and values[("inner", "optimizer")][0] == "adamw"
+    goes_on_by_adamw = facts.has_loaded and values[("inner", "optimizer")][0] == "adamw"
     # With weights that are given momentum ends lower, however often is exchanged (reasons.WEIGHTS).
     if wanted.steps is not None and wanted.steps <= OFTEN_STEPS and not goes_on_by_adamw:
         values |= {
@@ -202,7 +199,7 @@ def new_run(wanted: Wanted, folder: Path) -> NewRun:
         notes.append(f"batch {trained.batch}: {trained.why_batch}")
     plan = None
     if wanted.link is not None or wanted.measured is not None:
-        plan, advice = _planned(wanted, trained, has_weights=has_weights)
+        plan, advice = _planned(wanted, trained)
         notes.append(advice)
         values[("run", "min_nodes")] = (plan.situation.num_nodes, "")
         values |= {
@@ -409,12 +406,12 @@ def _optimizer_of(wanted: Wanted) -> str:
     return wanted.optimizer or ("muon" if wanted.builder is None else "adamw")
 
 
-def _inner(wanted: Wanted, trained: Trained, *, is_given: bool) -> dict[Place, tuple[Any, str]]:
+def _inner(wanted: Wanted, trained: Trained) -> dict[Place, tuple[Any, str]]:
     """The inner optimizer and its rates."""
     optimizer = _optimizer_of(wanted)
     is_chosen = wanted.optimizer is None and optimizer == "muon"
     why = "ended lower than adamw" if is_chosen else ""
-    rate, why_rate = _learning_rate(wanted, trained, is_given=is_given)
+    rate, why_rate = _learning_rate(wanted, trained)
     values: dict[Place, tuple[Any, str]] = {("inner", "optimizer"): (optimizer, why)}
     if optimizer == "muon":
         muon, beside = (float(f"{t * rate:.2g}") for t in (MUON_TIMES, BESIDE_MUON_TIMES))
@@ -423,23 +420,21 @@ def _inner(wanted: Wanted, trained: Trained, *, is_given: bool) -> dict[Place, t
     return values | {("inner", "learning_rate"): (rate, why_rate)}
 
 
-def _learning_rate(wanted: Wanted, trained: Trained, *, is_given: bool) -> tuple[float, str]:
+def _learning_rate(wanted: Wanted, trained: Trained) -> tuple[float, str]:
     """AdamW's where it trains everything."""
-    if wanted.function is not None:
-        if not trained.facts.has_loaded:
-            why = "a decoder's of this size; what this model wants, you know better"
-            return trained.learning_rate, why
-        rate = float(f"{trained.learning_rate / CONTINUED_SHARE:.2g}")
-        return rate, "a fifth of a new decoder's of this size, for the function loads its weights"
-    if not is_given:
-        return trained.learning_rate, ""
+    is_function = wanted.function is not None
+    if not trained.facts.has_loaded:
+        why = "a decoder's of this size; what this model wants, you know better"
+        return trained.learning_rate, why if is_function else ""
     rate, why = trained.learning_rate / CONTINUED_SHARE, "a fifth of a new model's of this size"
+    if is_function:
+        return float(f"{rate:.2g}"), f"{why}, for the function loads its weights"
     if wanted.lora is not None:
         return float(f"{ADAPTERS_TIMES * rate:.2g}"), f"adapters': ten times {why}"
     return float(f"{rate:.2g}"), f"{why}, for the weights are given"
 
 
-def _planned(wanted: Wanted, trained: Trained, *, has_weights: bool) -> tuple[Plan, str]:
+def _planned(wanted: Wanted, trained: Trained) -> tuple[Plan, str]:
     """The exchange for the links, and what measured ones advise."""
     if wanted.num_nodes == 1:
         raise UsageError(
@@ -468,7 +463,7 @@ def _planned(wanted: Wanted, trained: Trained, *, has_weights: bool) -> tuple[Pl
         congestion_control=wanted.congestion or CUBIC if found is None else None,
         arithmetic=None if found is None else found.arithmetic,
         inner_optimizer=_optimizer_of(wanted),
-        has_weights=has_weights,
+        has_weights=facts.has_loaded,
         flops_per_second=operations / step_seconds,
     )
     plan = chosen(situation, {} if wanted.steps is None else {("inner", "steps"): wanted.steps})

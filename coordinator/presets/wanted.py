@@ -82,8 +82,9 @@ class Facts:
     training_shards: Sequence[int] = ()  # tokens of each: no sample goes from one into the next
     held_out_shards: Sequence[int] = ()
     packed_context: int | None = None  # of rows with padding; None: samples cut through documents
-    is_new: bool = False  # whether a folder's model begins with random weights
-    has_loaded: bool = False  # whether a function has loaded its weights
+    has_loaded: bool = (
+        False  # whether weights are a folder's, or a function's that it has not drawn
+    )
     notes: Sequence[str] = ()
     first_digest: str = ""  # of given weights
     first_weights: str = ""  # the file of the run's folder, or transformers' folder, with them

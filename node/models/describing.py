@@ -112,7 +112,6 @@ def describe_asked(folder: Path, source: Path | None, asked: Asked) -> dict[str,
     spec = validated({**tables, "inner": inner}, origin="the new run")
     if asked.by == "transformers" and source is not None and not has_weights(source):
         notes.append(f"{source} has no weights, so the run begins with random ones")
-        facts["is_new"] = True
     found = _facts_of(_describe(folder, spec, source), source)
     return {**facts, **found, "notes": [*notes, *found["notes"]]}
 
@@ -152,7 +151,9 @@ def _size_in_words(facts: Mapping[str, Any]) -> str:
 def _facts_of(spec: RunSpec, source: Path | None) -> dict[str, Any]:
     assert spec.description is not None
     given = spec.description.first_digest or ""
-    is_decoder = isinstance(spec.model, DecoderModel)
+    is_decoder, is_function = (
+        isinstance(spec.model, kind) for kind in (DecoderModel, FunctionModel)
+    )
     return {
         "num_parameters": spec.num_parameters,
         "num_frozen": spec.description.num_frozen,
@@ -166,7 +167,7 @@ def _facts_of(spec: RunSpec, source: Path | None) -> dict[str, Any]:
         "notes": [
             note
             for note, holds in (
-                (HAS_LOADED, spec.description.has_loaded),
+                (HAS_LOADED, spec.description.has_loaded and is_function),
                 (COMPARES_SAMPLES, spec.description.compares_samples),
             )
             if holds
@@ -402,7 +403,8 @@ def _described(spec: RunSpec, folder: Path, source: Path | None) -> Description:
         weights = np.empty(spec.num_parameters, np.float32)
         read_weights(source, spec, weights)
         digest = digest_of_first(weights)
-        return Description.model_validate({"first_digest": digest.hex(), **read_settings(source)})
+        told = {"first_digest": digest.hex(), "has_loaded": True}
+        return Description.model_validate({**told, **read_settings(source)})
     from node.island.models.describing import describe, first_vector, has_loaded
 
     if isinstance(spec.model, TransformersModel) and source is None:
@@ -413,12 +415,14 @@ def _described(spec: RunSpec, folder: Path, source: Path | None) -> Description:
     description = describe(spec, source)
     described = spec.model_copy(update={"description": description})
     is_whole = isinstance(spec.model, TransformersModel) and spec.adapters is None
-    is_given = is_whole and source is not None and has_weights(source)
-    weights = first_vector(described, source if is_given else None)
+    is_given = source is not None and has_weights(source)
+    weights = first_vector(described, source if is_given and is_whole else None)
     _write_weights(folder / FIRST_WEIGHTS, described, weights)
-    first: dict[str, Any] = {"first_digest": digest_of_first(weights).hex()}
-    if isinstance(spec.model, FunctionModel) and has_loaded(described, weights):
-        first["has_loaded"] = True
+    is_function = isinstance(spec.model, FunctionModel)
+    first = {
+        "first_digest": digest_of_first(weights).hex(),
+        "has_loaded": has_loaded(described, weights) if is_function else is_given,
+    }
     return description.model_copy(update=first)
 
 

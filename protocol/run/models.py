@@ -321,8 +321,8 @@ class Description(Section):
     that the run was made from: exports begin with them. `compares_samples` says that the loss of samples
     together is not made of the losses of each, as with negatives from the same batch: then nobody can tell
     from single samples who has trained on which. `num_samples` are those of its data function, to train on.
-    `has_loaded` says that its function has loaded its weights, and not drawn them. Both stand in the
-    coordinator's folder alone: what nodes are sent does not tell them, nor does the digest.
+    `has_loaded` says that weights are those of a folder, or that a function has loaded them. Both stand
+    in the coordinator's folder alone: what nodes are sent does not tell them, nor does the digest.
     """
 
     tensors: Annotated[tuple[TensorShape, ...], Field(strict=False)] = ()

@@ -495,11 +495,9 @@ class RunSpec(Section):
 
     @property
     def goes_on_with_weights(self) -> bool:
-        """Whether the state at round 0 was trained before: a function's where it loads it, or of a fork."""
-        if (told := self.description) is None or told.first_digest is None:
-            return False
-        is_fork = told.first_fragments is not None
-        return self.model.source != "function" or is_fork or told.has_loaded
+        """Whether the state at round 0, or what its adapters change, was trained before."""
+        told = self.description
+        return told is not None and (told.has_loaded or told.first_fragments is not None)
 
     @property
     def beginning(self) -> Beginning:

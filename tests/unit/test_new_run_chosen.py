@@ -37,6 +37,7 @@ FACTS = Facts(
     model={"source": "decoder", "context": 512, "num_layers": 30},
     num_parameters=134_500_000,
     num_layers=30,
+    has_loaded=True,
     machine=Machine(name="2 CPU cores", num_cores=2, most_samples=64),
 )
 GIVEN = Wanted(source=Path("smol"), data=("tokens",))
@@ -89,11 +90,11 @@ def test_the_batch_of_given_weights_fits_a_node_and_its_reason_is_written_down(
         (Wanted(), Facts(), "muon", False),
         (Wanted(optimizer="adamw"), Facts(), "adamw", False),
         (GIVEN, FACTS, "adamw", True),
-        (GIVEN, replace(FACTS, is_new=True), "adamw", False),
+        (GIVEN, replace(FACTS, has_loaded=False), "adamw", False),
         (replace(GIVEN, optimizer="muon"), FACTS, "muon", True),
         # What a function draws is written down for one node to start with, and was never trained.
-        (FUNCTION, replace(FACTS, first_digest="ab" * 32), "adamw", False),
-        (FUNCTION, replace(FACTS, first_digest="ab" * 32, has_loaded=True), "adamw", True),
+        (FUNCTION, replace(FACTS, first_digest="ab" * 32, has_loaded=False), "adamw", False),
+        (FUNCTION, replace(FACTS, first_digest="ab" * 32), "adamw", True),
     ],
 )
 def test_an_exchange_is_chosen_for_the_inner_optimizer_and_the_weights_that_are_written(
@@ -120,4 +121,4 @@ def test_weights_that_a_function_loads_are_trained_at_a_fifth_of_a_new_model_s_r
         assert isinstance(inner["learning_rate"], float)
         return inner["learning_rate"]
 
-    assert rate_of(replace(FACTS, has_loaded=True)) == pytest.approx(rate_of(FACTS) / 5)
+    assert rate_of(FACTS) == pytest.approx(rate_of(replace(FACTS, has_loaded=False)) / 5)

@@ -422,6 +422,9 @@ def test_a_folder_without_weights_begins_with_random_ones_at_a_new_models_rate_a
     new = made(tmp_path / "new", "--from", bare, *asked)
     assert f"{bare} has no weights, so the run begins with random ones" in capfd.readouterr().out
     given = made(tmp_path / "given", "--from", llama, *asked)
+    assert (given.goes_on_with_weights, new.goes_on_with_weights) == (True, False), (
+        "as advice goes by"
+    )
     assert given.inner.learning_rate == pytest.approx(new.inner.learning_rate / 5)
     assert "random" not in capfd.readouterr().out
     (bare / "pytorch_model.bin").write_bytes(b"pickle")
