@@ -140,6 +140,35 @@ async def run_daemon(start: NodeStart, hardware: Hardware, signals: StopSignals)
         shared.close()
 
 
+def _transport_of(start: NodeStart, meters: Meters) -> Libp2pTransport:
+    """What carries bodies between this node and its peers, by what its owner and its network let it."""
+    settings, proxy = start.settings, start.credentials.proxy
+    if proxy is not None:
+        log.info(
+            "whom this network does not let us dial is dialled through its proxy",
+            proxy=proxy.endpoint,
+        )
+    # A network that has a proxy lets no datagrams out.
+    punches = proxy is None and settings.punches(start.credentials.host)
+    return Libp2pTransport(
+        identity=start.identity,
+        counts=start.counts,
+        reachability=Reachability(
+            listen_multiaddrs=_listen_multiaddrs(settings, start.credentials.host),
+            announce_host=settings.announce or None,
+            interface=settings.interface,
+            coordinator_host=lambda: start.current_credentials().host,
+            asks_router=settings.asks_router(start.credentials.host),
+            punching_token=secrets.token_bytes(16) if punches else b"",
+            proxy=proxy,
+        ),
+        carry_share=settings.carry,
+        whereabouts=told_by(start.current_credentials),
+        max_upload_bytes_per_second=settings.max_upload_bytes_per_second,
+        while_moving=meters.exchange_time.exchanging,
+    )
+
+
 async def _run_in(
     shared: SharedVectors,
     start: NodeStart,
@@ -169,32 +198,6 @@ async def _run_in(
             partial(measured_speed, rulings.in_force, outer.uplink.tiles)
         ),
     )
-    asks_router = settings.asks_router(start.credentials.host)
-    proxy = start.credentials.proxy
-    if proxy is not None:
-        log.info(
-            "whom this network does not let us dial is dialled through its proxy",
-            proxy=proxy.endpoint,
-        )
-    # A network that has a proxy lets no datagrams out.
-    punches = proxy is None and settings.punches(start.credentials.host)
-    transport = Libp2pTransport(
-        identity=identity,
-        counts=start.counts,
-        reachability=Reachability(
-            listen_multiaddrs=_listen_multiaddrs(settings, start.credentials.host),
-            announce_host=settings.announce or None,
-            interface=settings.interface,
-            coordinator_host=lambda: start.current_credentials().host,
-            asks_router=asks_router,
-            punching_token=secrets.token_bytes(16) if punches else b"",
-            proxy=proxy,
-        ),
-        carry_share=settings.carry,
-        whereabouts=told_by(start.current_credentials),
-        max_upload_bytes_per_second=settings.max_upload_bytes_per_second,
-        while_moving=meters.exchange_time.exchanging,
-    )
     usage = Usage(settings.limits)
     has_ranks = not start.is_helper and not settings.loop
     daemon = Daemon(
@@ -213,9 +216,12 @@ async def _run_in(
             else None,
         ),
         counterparts=Counterparts(
-            address_changes=partial(address_changes, ROUTER_LOOKS if asks_router else ()),
+            address_changes=partial(
+                address_changes,
+                ROUTER_LOOKS if settings.asks_router(start.credentials.host) else (),
+            ),
             coordinator=start.link,
-            transport=transport,
+            transport=_transport_of(start, meters),
             island=island,
             why_paused=lambda: why_paused(start.folder) or usage.why_not,
             manager=signals.manager,

@@ -1,6 +1,6 @@
 """How a round opens: who takes part with how many inner steps, on which samples, who reduces what."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from coordinator.swarm.checking import unchecked
@@ -21,11 +21,11 @@ from coordinator.swarm.retraction import unfollowed
 from coordinator.swarm.rounds import plan_of
 from coordinator.swarm.slices import reducer_shares, shares_in_words
 from coordinator.swarm.spot_checks import plan_for_checks
-from coordinator.swarm.state import Round, RoundPhase, Say, SliceProgress, SwarmState
+from coordinator.swarm.state import Round, RoundPhase, Rules, SliceProgress, SwarmState
 from coordinator.swarm.turn import Turn, available_members
 from coordinator.swarm.weighing import counted_on, say_of
 from protocol.wire.messages import RoundOpened
-from protocol.wire.rounds import Assignment, NodeId, book_of_data, cut_into_slices
+from protocol.wire.rounds import Assignment, NodeId, Slice, book_of_data, cut_into_slices
 
 MOST_REDUCERS = 64
 """A node has a connection to every reducer, and reports for every slice: more would cost the swarm
@@ -53,14 +53,7 @@ def open_round(turn: Turn) -> None:
     """Opens the next round with all ready members that train, when there are enough of them."""
     state = turn.state
     rules = state.rules
-    if (
-        state.open_round is not None
-        or state.paused is not None
-        or state.alarm is not None
-        or state.outer_digest is None
-        or state.committed_round >= rules.total_rounds
-        or unfollowed(state) is not None
-    ):
+    if _must_not_open(state) or state.outer_digest is None:
         return
     available = available_members(state)
     helpers = [member for member in available if member.is_helper]
@@ -75,11 +68,7 @@ def open_round(turn: Turn) -> None:
     on_trial = tuple(member.node_id for member in members if member.standing.is_on_trial)
     sure = sorted((*_sure(ready), *_sure(helpers)), key=lambda member: member.node_id)
     sure = [member for member in sure if may_reduce(member, number)] or sure
-    say = say_of(sure, state.committed_round, unchecked(state))
-    # After a void round others than helpers may be what it takes.
-    was_void = state.last_closed is not None and state.last_closed.is_void
-    new = frozenset[NodeId]() if was_void else newcomers(sure, say, turn.now)
-    reducers = _most_reducers(sure, say, new)
+    reducers = _reducers_of(state, sure, turn.now)
     reducer_ids = frozenset(member.node_id for member in reducers)
     reduces = [member.node_id in reducer_ids for member in members]
     shares = reducer_shares(
@@ -95,12 +84,8 @@ def open_round(turn: Turn) -> None:
     deadlines = next_deadlines(state, assignments)
     num_ready = "1 node is ready" if len(ready) == 1 else f"{len(ready)} nodes are ready"
     num_ready += _reducers_in_words(sure, reducers) + shares_in_words(shares, reduces)
-    num_elements = rules.layout.fragment_elements[fragment]
-    slices = cut_into_slices(
-        num_elements,
-        tuple(member.node_id for member in reducers),
-        tuple(share for share, may in zip(shares, reduces, strict=True) if may),
-        least_elements=least_elements_of_a_slice(num_elements, len(reducers), rules.slice_elements),
+    slices = _cut(
+        rules, fragment, reducers, [s for s, may in zip(shares, reduces, strict=True) if may]
     )
     last_ways = state.last_closed.plan.ways if state.last_closed else ()
     ways = ways_between(members, slices, last_ways)
@@ -141,6 +126,18 @@ def open_round(turn: Turn) -> None:
     turn.act(Tell(message=RoundOpened(plan=plan), to=plan.participants))
 
 
+def _must_not_open(state: SwarmState) -> bool:
+    """Whether something stands against any further round, whoever is here."""
+    rules = state.rules
+    return (
+        state.open_round is not None
+        or state.paused is not None
+        or state.alarm is not None
+        or state.committed_round >= rules.total_rounds
+        or unfollowed(state) is not None
+    )
+
+
 def _sure(members: Sequence[Member]) -> Sequence[Member]:
     """Those that are not on trial; all of them where there are no others."""
     return [member for member in members if not member.standing.is_on_trial] or members
@@ -157,12 +154,16 @@ def _with_helpers(
     return tuple(sorted((*assignments, *without_steps), key=lambda a: a.node_id))
 
 
-def _most_reducers(members: Sequence[Member], say: Say, new: Collection[NodeId]) -> list[Member]:
+def _reducers_of(state: SwarmState, members: Sequence[Member], now: float) -> list[Member]:
     """Of those who reach the others as many as may reduce, in the order of their ids.
 
     Helpers, then the ones with more confirmed work, up to a factor of two: a key can be made to have any
     id, and slices are not to move each time that somebody has a little more.
     """
+    say = say_of(members, state.committed_round, unchecked(state))
+    # After a void round others than helpers may be what it takes.
+    was_void = state.last_closed is not None and state.last_closed.is_void
+    new = frozenset[NodeId]() if was_void else newcomers(members, say, now)
     best = best_reducers(members, say, new=new)
 
     def rank(member: Member) -> tuple[bool, int, NodeId]:
@@ -170,6 +171,19 @@ def _most_reducers(members: Sequence[Member], say: Say, new: Collection[NodeId])
         return not member.is_helper, -weight.bit_length(), member.node_id
 
     return sorted(sorted(best, key=rank)[:MOST_REDUCERS], key=lambda m: m.node_id)
+
+
+def _cut(
+    rules: Rules, fragment: int, reducers: Sequence[Member], shares: Sequence[float]
+) -> tuple[Slice, ...]:
+    """The fragment's slices, by what each of its reducers has a share of."""
+    num_elements = rules.layout.fragment_elements[fragment]
+    return cut_into_slices(
+        num_elements,
+        tuple(member.node_id for member in reducers),
+        tuple(shares),
+        least_elements=least_elements_of_a_slice(num_elements, len(reducers), rules.slice_elements),
+    )
 
 
 def _reducers_in_words(sure: Sequence[Member], reducers: Sequence[Member]) -> str:

@@ -306,35 +306,7 @@ def learn_commit(turn: Turn, event: CommitLearned) -> None:
     outer_digest = commit.base_digest if commit.is_void else None
     commit = replace(commit, outer_digest=outer_digest, signature=b"")
     state = forget_errors(state)
-    rules, now = state.rules, time_of_round(state, turn.now)
-    current = Round(
-        number=commit.round,
-        fragment=commit.fragment,
-        base_digest=commit.base_digest,
-        phase=RoundPhase.APPLYING,
-        opened_at=turn.now,
-        train_deadline=turn.now,
-        contribute_deadline=turn.now,
-        commit_deadline=turn.now,
-        assignments=commit.assignments,
-        slices=tuple(
-            SliceProgress(
-                slice=Slice(
-                    index=outcome.index,
-                    start=outcome.start,
-                    num_elements=outcome.num_elements,
-                    reducer_id=event.node_id,  # who it was is not known any more
-                ),
-                **same_fields(outcome, Result),
-            )
-            for outcome in commit.slices
-        ),
-        token_clock=state.token_clock,
-        reason=f"brought back by {source}",
-        commit=commit,
-        committed_at=now,
-        apply_deadline=now + rules.apply_seconds,
-    )
+    current = _round_of(commit, state, by=event.node_id, now=turn.now)
     num_tokens = sum(commit.tokens.values())
     # It is not known when the round was opened, nor what its plan counted on.
     plan = replace(plan_of(current, turn.now), round_tokens=num_tokens, opened_at=0.0)
@@ -365,6 +337,39 @@ def learn_commit(turn: Turn, event: CommitLearned) -> None:
         end_round(turn, commit.base_digest)
     else:
         judge_all(turn)
+
+
+def _round_of(commit: Commit, state: SwarmState, *, by: NodeId, now: float) -> Round:
+    """The round as if this coordinator had just made the commit that `by` brings."""
+    committed_at = time_of_round(state, now)
+    return Round(
+        number=commit.round,
+        fragment=commit.fragment,
+        base_digest=commit.base_digest,
+        phase=RoundPhase.APPLYING,
+        opened_at=now,
+        train_deadline=now,
+        contribute_deadline=now,
+        commit_deadline=now,
+        assignments=commit.assignments,
+        slices=tuple(
+            SliceProgress(
+                slice=Slice(
+                    index=outcome.index,
+                    start=outcome.start,
+                    num_elements=outcome.num_elements,
+                    reducer_id=by,  # who it was is not known any more
+                ),
+                **same_fields(outcome, Result),
+            )
+            for outcome in commit.slices
+        ),
+        token_clock=state.token_clock,
+        reason=f"brought back by {name_of(state, by)}",
+        commit=commit,
+        committed_at=committed_at,
+        apply_deadline=committed_at + state.rules.apply_seconds,
+    )
 
 
 def _gives_way(

@@ -197,27 +197,14 @@ class Reduction:
 
         encoded.each_tile(leave_rounded_away)
         error = values if wants_error else None
-        factors = tuple(verdict.factor for verdict in merged.verdicts.values())
         named = {
             node_id: contribution_digest(self.contributions[node_id].header.body_digest)
             for node_id in merged.verdicts
         }
-        made_of = Reduced(
-            slice_index=self.slice.index,
-            digest=None,
-            contributors=tuple(map(self._contributor, merged.verdicts)),
-            contributions=tuple(named.values()),
-            factors=() if set(factors) == {WHOLE} else factors,
-        )
+        made_of = self._made_of(merged.verdicts, named, by)
         if by.is_audited:
-            here = {*self.contributions, *self.late}
             made_of = replace(
-                made_of,
-                late=tuple(sorted(self.late)),
-                missed=tuple(sorted((n, r) for n, r in by.missed.items() if r > 0 and n in here)),
-                error_before=digest_of_error(carried),
-                error_after=digest_of_error(error),
-                undecodable=tuple(n for n, v in merged.verdicts.items() if v.is_undecodable),
+                made_of, error_before=digest_of_error(carried), error_after=digest_of_error(error)
             )
         payload = Payload.seal(
             kind=RESULT,
@@ -242,6 +229,31 @@ class Reduction:
             made_of=made_of,
             weighed_tokens=merged.weighed,
             error=error,
+        )
+
+    def _made_of(
+        self,
+        verdicts: Mapping[NodeId, Verdict],
+        named: Mapping[NodeId, ContributionDigest],
+        by: Merging,
+    ) -> Reduced:
+        """What the result is made of, and for auditors who is missing; without the reducer's errors."""
+        factors = tuple(verdict.factor for verdict in verdicts.values())
+        made_of = Reduced(
+            slice_index=self.slice.index,
+            digest=None,
+            contributors=tuple(map(self._contributor, verdicts)),
+            contributions=tuple(named.values()),
+            factors=() if set(factors) == {WHOLE} else factors,
+        )
+        if not by.is_audited:
+            return made_of
+        here = {*self.contributions, *self.late}
+        return replace(
+            made_of,
+            late=tuple(sorted(self.late)),
+            missed=tuple(sorted((n, r) for n, r in by.missed.items() if r > 0 and n in here)),
+            undecodable=tuple(n for n, v in verdicts.items() if v.is_undecodable),
         )
 
     def _contributor(self, sender: NodeId) -> Contributor:

@@ -15,7 +15,8 @@ from node.exchange.peers import (
 from node.exchange.transport.libp2p import Libp2pTransport
 from protocol.trust.identity import Identity, peer_id_of
 from protocol.wire.payload import RESULT, Payload, PayloadHeader, WireCounts
-from protocol.wire.rounds import Digest, NodeId, PeerAddress, RosterEntry
+from protocol.wire.rounds import NodeId, PeerAddress, RosterEntry
+from tests.unit.payload_scene import sealed
 
 BIG = 3_000_000  # bytes: many chunks, and more than any buffer on the way holds
 
@@ -23,19 +24,16 @@ BIG = 3_000_000  # bytes: many chunks, and more than any buffer on the way holds
 def make_payload(
     kind: int = RESULT, *, sender_id: str = "", body: bytes = b"body", round: int = 7
 ) -> Payload:
-    return Payload.seal(
-        kind=kind,  # type: ignore[arg-type]  # an enum's value
-        run_digest=Digest(bytes(32)),
+    return sealed(
+        kind,
+        NodeId(sender_id),
+        body=body,
         round=round,
-        fragment=0,
         slice_index=1,
         start=256,
         num_elements=4,
-        codec="fp32/1",
         samples=1,
         tokens=5,
-        sender_id=NodeId(sender_id),
-        body=body,
     )
 
 

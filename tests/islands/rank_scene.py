@@ -20,6 +20,7 @@ from node.island.ranks.launcher import ProcessIsland, RanksHere
 from node.outer_state import SharedVectors, Vector
 from protocol.run.models import DecoderModel, Model, layout_of
 from protocol.run.run_spec import DataSection, EvaluationSection, InnerSection, RunSpec
+from tests.unit.work_scene import inner_work
 
 ONE_RANK = MeshShape()
 
@@ -89,15 +90,13 @@ def work_of(spec: RunSpec, round_: int = 1, *, inner_steps: int) -> InnerWork:
     """As if every round before had been as long, with this node alone."""
     samples = inner_steps * spec.inner.batch
     round_tokens = inner_steps * spec.tokens_per_inner_step
-    return InnerWork(
+    return inner_work(
+        inner_steps,
         round=round_,
-        inner_steps=inner_steps,
         first_sample=(round_ - 1) * samples,
         num_samples=samples,
         token_clock=(round_ - 1) * round_tokens,
         round_tokens=round_tokens,
-        max_seconds=1e6,
-        num_participants=1,
     )
 
 

@@ -29,20 +29,14 @@ from protocol.errors import ConfigError, NoInputError
 from protocol.run.models import layout_of
 from protocol.run.run_spec import ExchangeSection, RunSpec
 from tests.islands.rank_scene import small_spec
+from tests.unit.work_scene import inner_work
 
 ENDLESS = 1_000_000
 
 
 def work_of(inner_steps: int, max_seconds: float = 60.0) -> InnerWork:
-    return InnerWork(
-        round=3,
-        inner_steps=inner_steps,
-        first_sample=0,
-        num_samples=ENDLESS * 8,
-        token_clock=0,
-        round_tokens=64,
-        max_seconds=max_seconds,
-        num_participants=1,
+    return inner_work(
+        inner_steps, round=3, num_samples=ENDLESS * 8, round_tokens=64, max_seconds=max_seconds
     )
 
 

@@ -41,6 +41,7 @@ from protocol.wire.rounds import (
 )
 from tests.property.effort import examples
 from tests.unit.exchange_scene import LAYOUT, RUN, TOKENS, plan_for, rules_of
+from tests.unit.payload_scene import sealed
 
 REDUCER, *CONTRIBUTORS = (Identity.generate() for _ in range(4))
 BODIES = [np.full(BLOCK, value, dtype="<f4").tobytes() for value in (1.0, 2.0)]
@@ -142,18 +143,15 @@ class World:
         """A contributor pushes, and keeps the receipt."""
         by = CONTRIBUTORS[place]
         part = self.plan.slices[INDEX]
-        payload = Payload.seal(
-            kind=CONTRIBUTION,
+        payload = sealed(
+            CONTRIBUTION,
+            by.node_id,
             run_digest=RUN,
-            round=1,
-            fragment=0,
             slice_index=INDEX,
             start=part.start,
             num_elements=part.num_elements,
-            codec="fp32/1",
             samples=TOKENS,
             tokens=TOKENS,
-            sender_id=by.node_id,
             body=BODIES[body] * (part.num_elements // BLOCK),
             base_digest=self.plan.base_digest,
             plan_opened_at=self.plan.opened_at,

@@ -21,6 +21,7 @@ from protocol.wire.payload import CONTRIBUTION, Payload
 from protocol.wire.rounds import BLOCK, Commit, NodeId, Plan, SliceOutcome, cut_into_slices
 from tests.property.effort import examples
 from tests.unit.exchange_scene import NUM_ELEMENTS, RUN, TOKENS, A, B, C, outer_of, plan_for
+from tests.unit.payload_scene import sealed
 
 IDS = (A, B, C)
 SLICES = cut_into_slices(NUM_ELEMENTS, IDS)
@@ -224,19 +225,18 @@ class World:
 
 def contribution(plan: Plan, index: int, sender: NodeId, body: bytes, tokens: int) -> Payload:
     part = plan.slices[index]
-    return Payload.seal(
-        kind=CONTRIBUTION,
+    return sealed(
+        CONTRIBUTION,
+        sender,
+        body=body,
         run_digest=RUN,
         round=plan.round,
-        fragment=0,
         slice_index=index,
         start=part.start,
         num_elements=part.num_elements,
         codec="",
         samples=TOKENS,
         tokens=tokens,
-        sender_id=sender,
-        body=body,
     )
 
 

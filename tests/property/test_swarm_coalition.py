@@ -24,11 +24,11 @@ from coordinator.swarm.weighing import say_of, weight_of
 from protocol.trust.rulings import RulingKind
 from protocol.wire.findings import ResultRefused
 from protocol.wire.messages import Held, Reduced, Trained
-from protocol.wire.payload import RESULT, PayloadHeader
 from protocol.wire.rounds import OWN_LOOP, ContributionDigest, Contributor, Digest, NodeId, Slice
 from tests.property.effort import examples
 from tests.property.swarm_nodes import CORPUS, SimulatedNode, State, Swarm
 from tests.property.swarm_world import RUN, World
+from tests.unit.payload_scene import header_of_result
 
 LIARS = (NodeId("n0"), NodeId("n1"))  # the smallest ids: what is decided by an id is theirs
 HONEST = tuple(NodeId(f"n{number}") for number in range(2, 6))
@@ -95,20 +95,8 @@ def _boasted(event: Event) -> Event:
 
 def refusal(by: NodeId, number: int, part: Slice, digest: Digest) -> RefusalSeen:
     """As the edge has it, but for keys."""
-    header = PayloadHeader(
-        kind=RESULT,
-        run_digest=RUN,
-        round=number,
-        fragment=0,
-        slice_index=part.index,
-        start=part.start,
-        num_elements=part.num_elements,
-        codec="int4/1",
-        samples=0,
-        tokens=0,
-        sender_id=part.reducer_id,
-        body_bytes=1,
-        body_digest=Digest(bytes(32)),
+    header = header_of_result(
+        part, run_digest=RUN, round=number, body_bytes=1, body_digest=Digest(bytes(32))
     )
     refused = ResultRefused(slice_index=part.index, digest=digest, round=number)
     return RefusalSeen(node_id=by, refused=refused, result=header)

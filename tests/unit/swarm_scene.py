@@ -18,7 +18,7 @@ from coordinator.swarm.events import (
 )
 from coordinator.swarm.members import Member
 from coordinator.swarm.state import Round, Rules, SwarmState
-from coordinator.swarm.transition import initial_state, next_deadline, step
+from coordinator.swarm.transition import Transition, initial_state, next_deadline, step
 from protocol.wire.messages import Applied, Draining, Evaluated, Held, Reduced, Report, Trained
 from protocol.wire.payload import WireTotals
 from protocol.wire.rounds import (
@@ -110,10 +110,14 @@ class Scene:
         self.state = replace(self.state, members=members)
 
     def do(self, event: Event) -> None:
-        transition = step(self.state, event, self.now)
+        before, transition = self.state, step(self.state, event, self.now)
         self.state, self.actions = transition.state, transition.actions
         self.reason = transition.reason
         self.log.extend(self.actions)
+        self.hear(before, transition)
+
+    def hear(self, before: SwarmState, told: Transition) -> None:
+        """What a test makes of each transition."""
 
     def asked(self, kind: type[T]) -> list[T]:
         """The actions, or messages, of one kind that the latest event led to."""

@@ -32,7 +32,8 @@ from protocol.run.run_files import validated
 from protocol.run.run_spec import DataSection, EvaluationSection, InnerSection, LoraSection, RunSpec
 from protocol.wire.rounds import Digest
 from tests.transformers_configs import CONFIGS, ODD
-from tests.unit.test_transformers_models import published, with_text, work_of
+from tests.unit.test_transformers_models import published, with_text
+from tests.unit.work_scene import inner_work
 
 RUN = RunSpec(
     model=TransformersModel(source="transformers", context=16),
@@ -92,7 +93,7 @@ def test_only_adapters_are_trained_and_they_begin_as_nothing(kind: str, tmp_path
         loss = NextToken(saved_model(base).eval())(windows[:, :-1], windows[:, 1:])
     assert before.loss == pytest.approx(loss.item(), abs=1e-5)
 
-    trainer.train(work_of(20), lambda progress: None)
+    trainer.train(inner_work(20), lambda progress: None)
     assert trainer.evaluate().loss < before.loss - 0.1
     assert len(published(trainer, spec)) == spec.num_parameters
     spec_of_all = spec.description
@@ -108,7 +109,7 @@ def test_adapters_load_in_peft_and_merged_ones_in_transformers(kind: str, tmp_pa
     trainer = trainer_of(spec, with_text(tmp_path))
     trainer.take_base(base)
     trainer.adopt(first_vector(spec))
-    trainer.train(work_of(5), lambda progress: None)
+    trainer.train(inner_work(5), lambda progress: None)
     trained = published(trainer, spec)
 
     (tmp_path / "adapter").mkdir()

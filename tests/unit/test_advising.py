@@ -24,9 +24,10 @@ from protocol.run.amendments import amended, changes_of
 from protocol.run.models import Description, TensorShape
 from protocol.run.run_files import validated
 from protocol.run.run_spec import RunSpec
-from protocol.trust.rulings import Ruling, RulingKind
+from protocol.trust.rulings import RulingKind
 from protocol.v1 import session_pb2
 from protocol.v1 import status_pb2 as pb
+from tests.unit.rulings_scene import amendment
 
 MBIT = 125_000.0
 MODEL = {
@@ -207,26 +208,15 @@ def test_too_few_rounds_by_the_rules_in_force_and_unknown_links_are_said() -> No
 
 
 def test_only_amendments_of_steps_and_codecs_make_older_rounds_count_for_nothing() -> None:
-    def amendment(number: int, from_round: int, key: str, value: float) -> Ruling:
-        return Ruling(
-            number=number,
-            before="",
-            by="the run owner",
-            unix_seconds=0.0,
-            kind=RulingKind.AMENDED,
-            from_round=from_round,
-            changes=((key, value),),
-        )
-
     ruled = [
-        amendment(1, 40, "inner.steps", 12),
-        amendment(2, 70, "outer.learning_rate", 0.5),
+        amendment(40, 1, inner__steps=12),
+        amendment(70, 2, outer__learning_rate=0.5),
     ]
     assert rules_since([]) == 1
     assert rules_since(ruled) == 40
-    back = replace(amendment(3, 25, "run.rounds", 9), kind=RulingKind.ROLLED_BACK, changes=())
+    back = replace(amendment(25, 3, run__rounds=9), kind=RulingKind.ROLLED_BACK, changes=())
     assert rules_since([*ruled, back]) == 25
-    assert rules_since([*ruled, back, amendment(4, 31, "exchange.uplink", 0)]) == 31
+    assert rules_since([*ruled, back, amendment(31, 4, exchange__uplink=0)]) == 31
 
 
 @given(

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from coordinator import steering
 from coordinator.config import rules_of
 from node.exchange.outer_optimizer import outer_rules_of
-from node.island.island import InnerWork
 from node.island.parallel.auto_mesh import node_bytes
 from node.island.training.schedule import position_of
 from protocol.errors import AtollError, ConfigError, UsageError
@@ -33,21 +32,11 @@ from protocol.run.amendments import (
 from protocol.run.run_files import validated
 from protocol.run.run_spec import RunSpec
 from protocol.run.schedule import Position, Span, share_of_peak
-from protocol.trust.rulings import RUN_OWNER, Ruling, RulingKind, Scalar
+from protocol.trust.rulings import Ruling, RulingKind
+from tests.unit.rulings_scene import amendment, ruling_of
+from tests.unit.work_scene import inner_work
 
 SPEC = validated({"run": {"rounds": 10}}, origin="the test")
-
-
-def amendment(from_round: int, number: int = 1, **changes: Scalar) -> Ruling:
-    return Ruling(
-        number=number,
-        before="",
-        kind=RulingKind.AMENDED,
-        by=RUN_OWNER,
-        unix_seconds=0.0,
-        changes=tuple((key.replace("__", "."), value) for key, value in changes.items()),
-        from_round=from_round,
-    )
 
 
 def test_an_amendment_holds_from_its_round_on_and_the_digest_of_the_run_stays() -> None:
@@ -106,16 +95,7 @@ def test_what_is_brought_back_late_holds_in_the_order_of_its_round() -> None:
 
 
 def test_what_was_amended_before_the_run_went_back_holds_from_the_first_undone_round_on() -> None:
-    back = Ruling(
-        number=2,
-        before="",
-        kind=RulingKind.ROLLED_BACK,
-        by=RUN_OWNER,
-        unix_seconds=0.0,
-        from_round=4,
-        last_round=8,
-        incarnation=1,
-    )
+    back = ruling_of(RulingKind.ROLLED_BACK, 2, from_round=4, last_round=8, incarnation=1)
     before = [amendment(7, 1, outer__learning_rate=0.5, run__rounds=20)]
     assert in_force(SPEC, before, round=4) == SPEC
     rulings = [*before, back, amendment(4, 3, outer__learning_rate=0.2)]
@@ -279,18 +259,7 @@ def test_learning_rates_of_an_extended_run_follow_the_span_of_their_round() -> N
     rulings = [amendment(6, run__rounds=20)]
     span = span_of(SPEC, rulings, 6)
     assert (span.begin, span.end) == (0.5, pytest.approx(0.5 + 0.5 / 15))
-    work = InnerWork(
-        round=6,
-        inner_steps=2,
-        first_sample=0,
-        num_samples=16,
-        token_clock=0,
-        round_tokens=100,
-        max_seconds=1.0,
-        num_participants=1,
-        progress_begin=span.begin,
-        progress_end=span.end,
-    )
+    work = inner_work(2, round=6, num_samples=16, progress_begin=span.begin, progress_end=span.end)
     middle = position_of(SPEC, work, 0).progress
     assert span.begin < middle < span.end
     assert middle == pytest.approx(span.begin + (span.end - span.begin) / 4)

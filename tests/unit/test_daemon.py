@@ -15,7 +15,7 @@ from node.disk.round_folder import Retention
 from node.exchange.state.on_disk import StateOnDisk
 from protocol.errors import UnavailableError
 from protocol.run.run_spec import RunSpec
-from protocol.trust.rulings import NO_DIGEST, Ruling, RulingKind
+from protocol.trust.rulings import RulingKind
 from protocol.wire.messages import (
     Applied,
     CommitsWanted,
@@ -33,6 +33,7 @@ from protocol.wire.messages import (
 from protocol.wire.rounds import Assignment, Commit, Digest, SliceOutcome
 from tests.unit.daemon_scene import TRAIN_SECONDS, Life
 from tests.unit.exchange_scene import NUM_ELEMENTS, TOKENS, A, B, in_virtual_time, plan_for
+from tests.unit.rulings_scene import ruling_of
 
 
 @in_virtual_time
@@ -333,12 +334,8 @@ def test_a_node_goes_back_drops_what_it_learnt_since_and_refuses_older_plans(
                 listed.append(replace(commit, outer_digest=life.outer.digest))
                 life.link.commits = tuple(listed)
             in_flight = await life.opened(4, seconds=1)
-            ruling = Ruling(
-                number=1,
-                before=NO_DIGEST.hex(),
-                kind=RulingKind.ROLLED_BACK,
-                by="the run owner",
-                unix_seconds=0.0,
+            ruling = ruling_of(
+                RulingKind.ROLLED_BACK,
                 from_round=2,
                 last_round=3,
                 incarnation=1,

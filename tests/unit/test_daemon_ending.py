@@ -18,7 +18,6 @@ from node.exchange.state.on_disk import StateOnDisk
 from node.heavy import in_thread
 from node.stopping import NotSavedError
 from protocol.errors import IncompleteError, SystemRefusedError
-from protocol.trust.rulings import NO_DIGEST, ROUNDS, Ruling, RulingKind
 from protocol.wire.messages import (
     Applied,
     Reduced,
@@ -39,6 +38,7 @@ from protocol.wire.rounds import (
 )
 from tests.unit.daemon_scene import Life
 from tests.unit.exchange_scene import A, B, in_virtual_time, plan_for
+from tests.unit.rulings_scene import amendment
 
 
 @in_virtual_time
@@ -89,15 +89,7 @@ async def test_a_node_that_is_behind_at_an_end_goes_on_when_the_run_is_extended(
     async with Life() as life:
         life.link.say(RunFinished(round=1, outer_digest=Digest(bytes(32)), reason="done"))
         await asyncio.sleep(FINISH_SECONDS / 2)
-        ruling = Ruling(
-            number=1,
-            before=NO_DIGEST.hex(),
-            kind=RulingKind.AMENDED,
-            by="the run owner",
-            unix_seconds=0.0,
-            changes=((ROUNDS, 1000),),
-            from_round=2,
-        )
+        ruling = amendment(2, run__rounds=1000)
         life.link.say(RulingsTold(rulings=(ruling,), signatures=(b"",)))
         await asyncio.sleep(2 * FINISH_SECONDS)
         assert life.running is not None and not life.running.done()

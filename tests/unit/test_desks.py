@@ -29,15 +29,16 @@ from protocol.run.models import layout_of
 from protocol.run.run_files import run_from_json
 from protocol.run.run_spec import RunSpec
 from protocol.trust.identity import Identity
-from protocol.trust.rulings import NO_DIGEST, RUN_OWNER, Ruling, RulingKind
 from protocol.trust.signing import CommitSigner
 from protocol.v1 import session_pb2, status_pb2
 from protocol.wire import convert
 from protocol.wire.messages import Reduced
-from protocol.wire.payload import RESULT, Payload
+from protocol.wire.payload import RESULT
 from protocol.wire.rounds import Commit, Digest, NodeId, SliceOutcome
 from protocol.wire.versions import WIRE
 from protocol.wire.vitals import LONG_WORDS, Vitals, heartbeat_of, words_for_people
+from tests.unit.payload_scene import sealed
+from tests.unit.rulings_scene import amendment
 
 T = TypeVar("T")
 
@@ -540,15 +541,7 @@ async def test_who_asks_for_an_amended_run_gets_it_as_it_is_in_force_too() -> No
     _, driver = new_desk()
     desk, asked = SessionDesk(driver, Telemetry(), RunSpec(), SIGNER), session_pb2.GetRunRequest()
     assert not desk.get_run(NODE.node_id, asked).amended_json
-    ruling = Ruling(
-        number=1,
-        before=NO_DIGEST.hex(),
-        kind=RulingKind.AMENDED,
-        by=RUN_OWNER,
-        unix_seconds=0.0,
-        changes=(("exchange.downlink", "fp32/1"),),
-        from_round=2,
-    )
+    ruling = amendment(2, exchange__downlink="fp32/1")
     driver._state = replace(driver.state, rulings=(ruling,))
     answer = desk.get_run(NODE.node_id, asked)
     assert answer.run_json == RunSpec().canonical_json()
@@ -567,17 +560,12 @@ def test_a_reducers_report_that_is_not_the_one_signed_with_its_result_is_refused
     told = Reduced(
         slice_index=2, digest=None, contributors=(), contributions=(), late=(NODE.node_id,)
     )
-    made = Payload.seal(
-        kind=RESULT,
-        run_digest=Digest(bytes(32)),
+    made = sealed(
+        RESULT,
+        NODE.node_id,
         round=4,
-        fragment=0,
         slice_index=2,
-        start=0,
         num_elements=8,
-        codec="fp32/1",
-        sender_id=NODE.node_id,
-        body=b"body",
         norm=1.5,
         report_digest=told.statement_digest,
         signer=NODE,

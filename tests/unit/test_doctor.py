@@ -33,9 +33,10 @@ from protocol.run.models import layout_of
 from protocol.run.run_spec import RunSpec
 from protocol.terminal.node_words import ways_of
 from protocol.trust.credentials import LINK_FILE
-from protocol.trust.rulings import NO_DIGEST, RUN_OWNER, Ruling, RulingKind, SignedRuling
+from protocol.trust.rulings import SignedRuling
 from protocol.v1.status_pb2 import NODE_STATE_READY, NodeStatus
 from tests.tiny_runs import tiny
+from tests.unit.rulings_scene import amendment
 
 FAST = {
     "tcp_slow_start_after_idle": "0",
@@ -132,15 +133,7 @@ def test_what_results_of_an_amended_run_need_of_the_disk_goes_by_their_codec(
     spec = tiny()
     keep_run(tmp_path, spec)
     (before,) = checks.disk_findings(tmp_path, NodeSettings(name="n"))
-    finer = Ruling(
-        number=1,
-        before=NO_DIGEST.hex(),
-        kind=RulingKind.AMENDED,
-        by=RUN_OWNER,
-        unix_seconds=0.0,
-        changes=(("exchange.downlink", "fp32/1"),),
-        from_round=2,
-    )
+    finer = amendment(2, exchange__downlink="fp32/1")
     KeptRulings(spec, path=tmp_path / RULINGS_FILE).take(
         [SignedRuling(ruling=finer, signature=bytes(64))]
     )

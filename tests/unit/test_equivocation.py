@@ -9,11 +9,12 @@ from protocol.errors import BadDataError
 from protocol.trust.evidence import equivocation_in, of_nonsense, of_refusals, proven_by
 from protocol.trust.identity import Identity
 from protocol.trust.receipts import AlreadySignedError, PayloadSigner
-from protocol.trust.rulings import Ruling, RulingKind
 from protocol.wire.findings import Audited, ResultRefused
 from protocol.wire.messages import Reduced
 from protocol.wire.payload import CHUNK, CONTRIBUTION, RESULT, Payload, PayloadHeader
 from protocol.wire.rounds import ContributionDigest, Contributor, Digest, NodeId
+from tests.unit.payload_scene import sealed
+from tests.unit.rulings_scene import quarantine
 
 RUN = Digest(b"r" * 32)
 LIAR, OTHER = Identity.generate(), Identity.generate()
@@ -21,22 +22,18 @@ LIAR, OTHER = Identity.generate(), Identity.generate()
 
 def payload(body: bytes, kind: int = CONTRIBUTION, **changes: object) -> Payload:
     values: dict[str, object] = {
-        "kind": kind,
+        "sender_id": LIAR.node_id,
         "run_digest": RUN,
         "round": 7,
-        "fragment": 0,
         "slice_index": 3,
-        "start": 0,
         "num_elements": 4,
-        "codec": "fp32/1",
-        "sender_id": LIAR.node_id,
         "samples": 1,
         "tokens": 1,
         "base_digest": b"b" * 32,
         "plan_opened_at": 12.5,
         "process_id": 77,
     }
-    return Payload.seal(body=body, **values | changes)  # type: ignore[arg-type]
+    return sealed(kind, body=body, **values | changes)  # type: ignore[arg-type]
 
 
 def signed(body: bytes, by: Identity = LIAR, **changes: Any) -> PayloadHeader:
@@ -153,22 +150,10 @@ def found_alike(told: Reduced, by: Identity, found: bytes | None = None) -> Audi
     return finding.signed(by, run_digest=RUN, round=7)
 
 
-def ruled(node_id: NodeId, evidence: tuple[str, ...]) -> Ruling:
-    return Ruling(
-        number=1,
-        before="",
-        unix_seconds=0.0,
-        kind=RulingKind.QUARANTINED,
-        by="the coordinator",
-        node_id=node_id,
-        evidence=evidence,
-    )
-
-
 def test_nonsense_is_proven_by_its_reducers_report_and_by_who_has_made_the_result_again() -> None:
     told, jury = report_of_nonsense(), [Identity.generate() for _ in range(2)]
     evidence = of_nonsense(SENDER, told, [found_alike(told, one) for one in jury])
-    proof = proven_by(ruled(SENDER, evidence), run_digest=RUN)
+    proof = proven_by(quarantine(SENDER, evidence), run_digest=RUN)
     assert proof == "its reducer's signed report, and signed findings of 2 auditors"
     assert of_nonsense(SENDER, told, []) == (), "a reducer alone proves nothing"
 
@@ -188,14 +173,14 @@ def test_what_does_not_prove_nonsense_is_refused(
 ) -> None:
     evidence = of_nonsense(about, told, [found_alike(told, OTHER, **finding)])
     with pytest.raises(BadDataError, match=why):
-        proven_by(ruled(about, evidence), run_digest=RUN)
+        proven_by(quarantine(about, evidence), run_digest=RUN)
 
 
 def test_nobody_finds_itself_to_send_nonsense() -> None:
     told = report_of_nonsense()
     evidence = of_nonsense(SENDER, told, [found_alike(told, SENDER_KEYS)])
     with pytest.raises(BadDataError, match="finding of the member that it is about"):
-        proven_by(ruled(SENDER, evidence), run_digest=RUN)
+        proven_by(quarantine(SENDER, evidence), run_digest=RUN)
 
 
 def refusal_of(result: PayloadHeader, by: Identity) -> ResultRefused:
@@ -206,7 +191,7 @@ def refusal_of(result: PayloadHeader, by: Identity) -> ResultRefused:
 def test_a_result_that_does_not_decode_is_proven_by_its_signature_and_those_of_who_had_it() -> None:
     result, jury = signed(b"nonsense", kind=RESULT), [Identity.generate() for _ in range(3)]
     evidence = of_refusals(result.encode(), [refusal_of(result, one) for one in jury])
-    proof = proven_by(ruled(LIAR.node_id, evidence), run_digest=RUN)
+    proof = proven_by(quarantine(LIAR.node_id, evidence), run_digest=RUN)
     assert proof == "its signed result, which 3 members signed that it does not decode"
     assert of_refusals(result.encode(), []) == ()
     many = [refusal_of(result, OTHER)] * 1000
@@ -225,4 +210,4 @@ def test_what_does_not_prove_that_a_result_does_not_decode_is_refused() -> None:
     ):
         evidence = of_refusals(header.encode(), [refusal])
         with pytest.raises(BadDataError, match=why):
-            proven_by(ruled(LIAR.node_id, evidence), run_digest=RUN)
+            proven_by(quarantine(LIAR.node_id, evidence), run_digest=RUN)

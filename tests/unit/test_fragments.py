@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from node.island.data.dataset import Corpus
-from node.island.island import InnerWork
 from node.island.models.first_weights import initial_parameters
 from node.island.models.generate import decoder_of
 from node.island.parallel.mesh import Mesh
@@ -18,6 +17,7 @@ from protocol.run.models import DecoderModel, Layout, layout_of
 from protocol.run.run_files import validated
 from protocol.run.run_spec import RunSpec
 from tests.tiny_runs import run_of, tiny
+from tests.unit.work_scene import inner_work
 
 BLEND = 0.25
 
@@ -119,16 +119,7 @@ class Rank:
         self.new = self.old + np.float32(0.01)
 
     def train(self) -> None:
-        work = InnerWork(
-            round=1,
-            inner_steps=2,
-            first_sample=0,
-            num_samples=8,
-            token_clock=1000,
-            round_tokens=1,
-            max_seconds=1e9,
-            num_participants=1,
-        )
+        work = inner_work(2, num_samples=8, token_clock=1000, round_tokens=1)
         self.trainer.train(work, lambda progress: None)
 
     @property

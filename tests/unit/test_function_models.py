@@ -42,7 +42,8 @@ from protocol.run.run_spec import DataSection, EvaluationSection, InnerSection, 
 from tests import run_functions
 from tests.run_functions import Centred, Ending, Net, Scaled, pairs
 from tests.unit.function_scene import EXAMPLES, HERE, spec_of, trainer_of, undescribed
-from tests.unit.test_transformers_models import with_text, work_of
+from tests.unit.test_transformers_models import with_text
+from tests.unit.work_scene import inner_work
 
 
 def test_rows_that_no_batch_looks_up_stay_to_the_bit_and_the_others_move() -> None:
@@ -115,7 +116,7 @@ def test_training_a_function_learns_and_its_metric_is_told() -> None:
     trainer = trainer_of(spec)
     before = trainer.evaluate()
     assert before.metric is not None and 0.0 <= before.metric <= 1.0
-    report = trainer.train(work_of(60), lambda progress: None)
+    report = trainer.train(inner_work(60), lambda progress: None)
     assert report.tokens == 60 * 8  # a sample counts one
     assert trainer.evaluate().loss != before.loss
     assert report.loss < before.loss
@@ -127,7 +128,7 @@ def test_each_example_learns(name: str) -> None:
     spec = spec.model_copy(update={"description": describe(spec, EXAMPLES)})
     trainer = trainer_of(spec)
     before = trainer.evaluate()
-    trainer.train(work_of(150), lambda progress: None)
+    trainer.train(inner_work(150), lambda progress: None)
     after = trainer.evaluate()
     assert after.loss < 0.8 * before.loss
     assert (after.metric is None) == (name == "recommend")
@@ -153,7 +154,7 @@ def test_a_language_model_of_ones_own_trains_on_the_tokens_that_others_do(tmp_pa
     )
     trainer.adopt(first_vector(spec))
     before = trainer.evaluate()
-    report = trainer.train(work_of(40), lambda progress: None)
+    report = trainer.train(inner_work(40), lambda progress: None)
     assert (report.tokens, before.tokens) == (40 * 4 * 16, 5 * 16)
     assert before.loss > 4.5
     assert trainer.evaluate().loss < 2.0
@@ -249,7 +250,7 @@ def test_a_sample_that_is_not_there_is_told_by_its_number() -> None:
 def test_evaluators_of_a_model_with_batch_norm_agree_whatever_they_have_trained() -> None:
     spec = spec_of("tests.run_functions:net_with_batch_norm", "tests.run_functions:draws")
     fresh, trained = trainer_of(spec), trainer_of(spec)
-    trained.train(work_of(5), lambda _: None)
+    trained.train(inner_work(5), lambda _: None)
     parameters = first_vector(spec)
     (loss, places) = fresh.evaluate_at(parameters), [0, 5]
     assert trained.evaluate_at(parameters) == loss
@@ -272,7 +273,7 @@ def test_a_loss_that_draws_is_the_same_at_each_measure_and_training_draws_as_wit
     spec = spec_of("tests.run_functions:net_with_noise", "tests.run_functions:noisy")
     fresh, trained = trainer_of(spec), trainer_of(spec)
     random.seed(5)
-    trained.train(work_of(3), lambda _: None)
+    trained.train(inner_work(3), lambda _: None)
     parameters, places = first_vector(spec), [0, 5, 5]
     random.seed(7)
     before = random.getstate(), torch.get_rng_state()
@@ -416,7 +417,7 @@ def test_layers_of_a_function_are_recomputed_and_compiled_to_the_same_effect(
     monkeypatch.setattr(engine, "compile_layers", partial(compile_layers, backend="aot_eager"))
     spec = spec_of("tests.run_functions:chain")
     losses = [
-        trainer_of(spec, each).train(work_of(5), lambda progress: None).loss
+        trainer_of(spec, each).train(inner_work(5), lambda progress: None).loss
         for each in (PLAIN, local)
     ]
     assert losses[0] == pytest.approx(losses[1], abs=1e-5)
@@ -489,7 +490,7 @@ def test_scalars_are_adopted_trained_and_published_like_all_else(optimizer: str)
         "tests.run_functions:net_with_scalars", "tests.run_functions:pairs", optimizer=optimizer
     )
     trainer = trainer_of(spec)
-    trainer.train(work_of(3), lambda progress: None)
+    trainer.train(inner_work(3), lambda progress: None)
     found = np.zeros(spec.num_parameters, np.float32)
     trainer.publish(found, 0)
     places = {place.name: place.offset for place in layout_of(spec).places}
@@ -549,7 +550,7 @@ def test_frozen_parameters_are_no_part_of_the_run_and_proved_by_their_digest() -
     assert "table.weight" not in [t.name for t in spec.tensors]
     trainer = trainer_of(spec)
     trainer.take_base(None)
-    trainer.train(work_of(3), lambda progress: None)
+    trainer.train(inner_work(3), lambda progress: None)
     assert spec.description is not None and spec.description.frozen_digest is not None
     frozen = [name for name, p in random_module(spec).named_parameters() if not p.requires_grad]
     assert spec.description.frozen_values.keys() == {*frozen, *(name + SUMS for name in frozen)}

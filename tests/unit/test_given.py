@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from structlog.testing import capture_logs
 
 from coordinator.dashboard import given
 from coordinator.dashboard.given import Given, GivenFile, Tally
-from coordinator.swarm.events import Event
+from coordinator.swarm.state import SwarmState
 from coordinator.swarm.transition import Transition
 from node.me import facts, facts_of_folder, folder_in_words, in_words, of_folder, refusal
 from protocol.errors import NoInputError, UsageError
@@ -38,13 +39,11 @@ class CountedScene(Scene):
             self.path, closed=lambda: self.closed, now=getattr(self, "now", 1000.0)
         )
 
-    def do(self, event: Event) -> None:
-        was = self.state.committed_round
-        super().do(event)
-        last = self.state.last_closed
-        if last is not None and self.state.committed_round > was:
+    def hear(self, before: SwarmState, told: Transition) -> None:
+        last = told.state.last_closed
+        if last is not None and told.state.committed_round > before.committed_round:
             self.closed.insert(0, last)
-        self.file.hear(Transition(state=self.state, actions=self.actions, at=self.now))
+        self.file.hear(told)
 
     def go_through_a_round(self) -> None:
         for name in ("a", "b"):
@@ -132,21 +131,16 @@ def test_who_had_a_part_in_no_round_is_forgotten_once_gone(scene: CountedScene) 
 
 
 def test_a_damaged_file_is_counted_anew_and_a_full_disk_is_said_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    said: list[str] = []
-
-    class Log:
-        def warning(self, what: str, **_: object) -> None:
-            said.append(what)
-
-    monkeypatch.setattr(given, "_log", Log())
     path = tmp_path / "given.json"
     path.write_text('{"through_round": "ma')
-    GivenFile(path, closed=list, now=0.0)
-    file = GivenFile(tmp_path / "not there" / "given.json", closed=list, now=0.0)
-    file.save()
-    file.save()
+    with capture_logs() as logs:
+        GivenFile(path, closed=list, now=0.0)
+        file = GivenFile(tmp_path / "not there" / "given.json", closed=list, now=0.0)
+        file.save()
+        file.save()
+    said = [line["event"] for line in logs]
     assert said == ["what nodes have given is counted anew", "what nodes have given is not kept"]
 
 

@@ -13,7 +13,6 @@ from node.island.checkpoints.folder import CheckpointFolder
 from node.island.checkpoints.inner_state import Named, Staging
 from node.island.checkpoints.writer import CheckpointWriter
 from node.island.data.dataset import Corpus, read_corpus
-from node.island.island import InnerWork
 from node.island.models.first_weights import initial_parameters
 from node.island.parallel.mesh import Mesh
 from node.island.parallel.mesh_shape import PLAIN, LocalTraining
@@ -22,6 +21,7 @@ from node.island.training.trainer import Trainer
 from node.outer_state import Vector
 from protocol.run.models import DecoderModel, layout_of
 from protocol.run.run_spec import DataSection, EvaluationSection, InnerSection, RunSpec
+from tests.unit.work_scene import inner_work
 
 SPEC = RunSpec(
     model=DecoderModel(
@@ -77,15 +77,13 @@ class Rank:
         self.trainer.adopt(self.parameters)
 
     def train(self, round_: int, *, steps: int = 3) -> None:
-        work = InnerWork(
+        work = inner_work(
+            steps,
             round=round_,
-            inner_steps=steps,
             first_sample=12 * round_,
             num_samples=4 * steps,
             token_clock=(round_ - 1) * 192,
             round_tokens=64 * steps,
-            max_seconds=float("inf"),
-            num_participants=1,
         )
         self.trainer.train(work, lambda progress: None)
         self.trainer.publish(self.parameters, 0)

@@ -2,7 +2,8 @@
 
 from coordinator.dashboard.news_file import sentence_of
 from coordinator.journal import News, farewell, news_of
-from coordinator.swarm.events import Event, Started, Ticked
+from coordinator.swarm.events import Started, Ticked
+from coordinator.swarm.state import SwarmState
 from coordinator.swarm.transition import Transition
 from protocol.wire.messages import RefetchAsked
 from protocol.wire.rounds import Digest
@@ -16,10 +17,7 @@ class ToldScene(Scene):
         self.news: list[News] = []
         super().__init__(min_nodes=min_nodes, first_digest=first_digest)
 
-    def do(self, event: Event) -> None:
-        before = self.state
-        super().do(event)
-        told = Transition(state=self.state, actions=self.actions, at=self.now)
+    def hear(self, before: SwarmState, told: Transition) -> None:
         self.news += news_of(before, told)
 
     def phases(self) -> list[tuple[object, object]]:

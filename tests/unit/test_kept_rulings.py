@@ -29,6 +29,7 @@ from protocol.trust.rulings import (
     rulings_to_wire,
 )
 from protocol.trust.signing import CommitSigner
+from tests.unit.rulings_scene import amendment
 
 SPEC = RunSpec()
 SIGNER = CommitSigner(Ed25519PrivateKey.generate())
@@ -200,15 +201,7 @@ def test_what_is_not_signed_or_leaves_a_gap_is_refused_and_nothing_changes() -> 
 
 
 def test_an_amendment_that_this_version_cannot_follow_is_refused() -> None:
-    ruling = Ruling(
-        number=1,
-        before=digest_of([]).hex(),
-        kind=RulingKind.AMENDED,
-        by=RUN_OWNER,
-        unix_seconds=0.0,
-        changes=(("outer.warmth", 3),),
-        from_round=2,
-    )
+    ruling = amendment(2, outer__warmth=3)
     with pytest.raises(ConfigError, match="ruling 1 amends what this version cannot follow"):
         KeptRulings(SPEC, verifier=VERIFIER).take([signed(ruling)])
 
@@ -216,15 +209,7 @@ def test_an_amendment_that_this_version_cannot_follow_is_refused() -> None:
 def test_the_rules_of_a_round_are_those_of_its_amendments() -> None:
     kept = KeptRulings(SPEC)
     assert not kept.are_amending
-    ruling = Ruling(
-        number=1,
-        before=digest_of([]).hex(),
-        kind=RulingKind.AMENDED,
-        by=RUN_OWNER,
-        unix_seconds=0.0,
-        changes=(("inner.learning_rate", 0.5),),
-        from_round=4,
-    )
+    ruling = amendment(4, inner__learning_rate=0.5)
     made: list[float] = []
 
     def make(spec: RunSpec) -> float:

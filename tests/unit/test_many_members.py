@@ -43,8 +43,9 @@ from protocol.trust.rulings import Ruling, RulingKind
 from protocol.trust.signing import CommitSigner
 from protocol.v1 import session_pb2, status_pb2
 from protocol.wire.messages import Held, RulingsTold
-from protocol.wire.payload import RESULT, Payload, PayloadHeader
+from protocol.wire.payload import RESULT, PayloadHeader
 from protocol.wire.rounds import Assignment, NodeId
+from tests.unit.payload_scene import sealed
 from tests.unit.swarm_scene import INITIAL, LAYOUT, RUN, TOKENS, Scene, digest_of
 
 SWARM = str(Path(coordinator.swarm.__file__).parent)
@@ -314,20 +315,8 @@ async def test_a_result_of_more_than_a_thousand_contributors_is_reported_and_com
     desk = SessionDesk(driver, Telemetry(), RunSpec(), SIGNER)
     reducer_id = scene.round.slices[0].slice.reducer_id
     session_id = scene.member(reducer_id).session_id
-    header = Payload.seal(
-        kind=RESULT,
-        run_digest=RUN,
-        round=1,
-        fragment=0,
-        slice_index=0,
-        start=0,
-        num_elements=1,
-        codec="fp32/1",
-        sender_id=reducer_id,
-        body=b"body",
-        norm=1.5,
-        plan_opened_at=scene.round.opened_at,
-    ).header
+    opened_at = scene.round.opened_at
+    header = sealed(RESULT, reducer_id, run_digest=RUN, norm=1.5, plan_opened_at=opened_at).header
 
     def report(
         num_contributors: int, number: int = 1, header: PayloadHeader = header

@@ -9,7 +9,6 @@ from torch.nn import functional
 
 from node.island.data.dataset import Batch, Indices, SampleOrder
 from node.island.data.manifest import Split
-from node.island.island import InnerWork
 from node.island.measuring import flops_per_token
 from node.island.models.first_weights import initial_parameters
 from node.island.models.generate import decoder_of
@@ -20,6 +19,7 @@ from node.outer_state import Vector
 from protocol.run.models import DecoderModel
 from protocol.run.run_spec import EvaluationSection, InnerSection, RunSpec
 from protocol.wire.rounds import CorpusSummary, Digest
+from tests.unit.work_scene import inner_work
 
 SPEC = RunSpec(
     model=DecoderModel(
@@ -73,19 +73,6 @@ def trainer_of(dataset: Masked, spec: RunSpec = SPEC) -> Trainer:
     return trainer
 
 
-def work_of(steps: int) -> InnerWork:
-    return InnerWork(
-        round=1,
-        inner_steps=steps,
-        first_sample=0,
-        num_samples=1000,
-        token_clock=0,
-        round_tokens=0,
-        max_seconds=1e9,
-        num_participants=1,
-    )
-
-
 def by_hand(batch: Batch) -> tuple[float, list[torch.Tensor]]:
     """Mean nats over what counts, and its gradient, without anything of ours but the model."""
     decoder = decoder_of(SPEC, initial_parameters(SPEC))
@@ -111,7 +98,7 @@ def test_the_gradient_is_that_of_the_mean_over_what_counts(monkeypatch: pytest.M
         return clip(max_norm)
 
     monkeypatch.setattr(engine, "clip", spied)
-    report = trainer.train(work_of(1), lambda progress: None)
+    report = trainer.train(inner_work(1), lambda progress: None)
     indices = SampleOrder(seed=0, num_samples=32).indices(0, 4)
     loss, gradients = by_hand(dataset.batch("training", indices))
     assert report.loss == pytest.approx(loss, rel=1e-5)
@@ -122,12 +109,12 @@ def test_the_gradient_is_that_of_the_mean_over_what_counts(monkeypatch: pytest.M
 
 def test_what_does_not_count_as_a_target_is_not_learned() -> None:
     """The garbage is input, so only where it comes after all that counts it changes nothing."""
-    reports = [trainer_of(Masked(garbage=g)).train(work_of(5), lambda p: None) for g in (0, 200)]
+    reports = [trainer_of(Masked(garbage=g)).train(inner_work(5), lambda p: None) for g in (0, 200)]
     assert reports[0].loss == pytest.approx(reports[1].loss, abs=1e-6)
 
 
 def test_tokens_that_count_are_told_apart_from_those_of_the_ledger() -> None:
-    report = trainer_of(Masked()).train(work_of(3), lambda progress: None)
+    report = trainer_of(Masked()).train(inner_work(3), lambda progress: None)
     indices = SampleOrder(seed=0, num_samples=32).indices(0, 12)
     assert report.samples == 3 * 4
     assert report.tokens == Masked().num_counted("training", indices) < 3 * 4 * 16
@@ -155,7 +142,7 @@ def test_parts_of_a_batch_come_to_the_same() -> None:
         local=LocalTraining(micro_batch=3),
     )
     parts.adopt(initial_parameters(SPEC))
-    losses = [each.train(work_of(4), lambda p: None).loss for each in (whole, parts)]
+    losses = [each.train(inner_work(4), lambda p: None).loss for each in (whole, parts)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
@@ -175,9 +162,9 @@ def test_a_batch_in_which_nothing_counts_moves_nothing(optimizer: str) -> None:
     inner = SPEC.inner.model_copy(update={"optimizer": optimizer, "weight_decay": 0.1})
     spec = SPEC.model_copy(update={"inner": inner})
     trainer = trainer_of(Masked(without=numbers_of(4, 4)), spec)
-    report = trainer.train(work_of(2), lambda progress: None)
+    report = trainer.train(inner_work(2), lambda progress: None)
     alone = trainer_of(Masked(), spec)
-    first = alone.train(work_of(1), lambda progress: None)
+    first = alone.train(inner_work(1), lambda progress: None)
     assert np.array_equal(weights_of(trainer), weights_of(alone))
     assert (report.inner_steps, report.samples) == (2, 8)
     assert (report.tokens, report.loss) == (first.tokens, first.loss)
@@ -186,6 +173,6 @@ def test_a_batch_in_which_nothing_counts_moves_nothing(optimizer: str) -> None:
 def test_a_round_in_which_nothing_counts_is_no_work_and_has_used_its_samples() -> None:
     trainer = trainer_of(Masked(without=frozenset(range(32))))
     told: list[float] = []
-    report = trainer.train(work_of(3), lambda progress: told.append(progress.loss))
+    report = trainer.train(inner_work(3), lambda progress: told.append(progress.loss))
     assert (report.inner_steps, report.samples, report.tokens, report.loss) == (3, 12, 0, 0.0)
     assert np.array_equal(weights_of(trainer), initial_parameters(SPEC))

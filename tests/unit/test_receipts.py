@@ -22,7 +22,7 @@ from protocol.trust.receipts import (
     Receipt,
     omission_in,
 )
-from protocol.trust.rulings import Ruling, RulingKind
+from protocol.trust.rulings import Ruling
 from protocol.wire.findings import Audited
 from protocol.wire.messages import Reduced
 from protocol.wire.payload import CONTRIBUTION, RESULT, Payload, PayloadHeader
@@ -33,6 +33,8 @@ from protocol.wire.rounds import (
     NodeId,
     contribution_digest,
 )
+from tests.unit.payload_scene import sealed
+from tests.unit.rulings_scene import quarantine
 
 RUN = Digest(b"r" * 32)
 REDUCER, LEFT, TAKEN = Identity.generate(), Identity.generate(), Identity.generate()
@@ -41,20 +43,16 @@ PROCESS = 77
 
 def payload(kind: int, by: Identity, body: bytes, **changes: object) -> Payload:
     values: dict[str, object] = {
-        "kind": kind,
+        "sender_id": by.node_id,
         "run_digest": RUN,
         "round": 7,
-        "fragment": 0,
         "slice_index": 3,
-        "start": 0,
         "num_elements": 4,
-        "codec": "fp32/1",
-        "sender_id": by.node_id,
         "base_digest": b"b" * 32,
         "plan_opened_at": 12.5,
         "process_id": PROCESS,
     }
-    return Payload.seal(body=body, signer=by, **values | changes)  # type: ignore[arg-type]
+    return sealed(kind, body=body, signer=by, **values | changes)  # type: ignore[arg-type]
 
 
 def contribution(by: Identity = LEFT, body: bytes = b"work", **changes: object) -> PayloadHeader:
@@ -204,15 +202,7 @@ def test_what_was_taken_by_the_latest_plans_is_remembered_and_no_more() -> None:
 
 
 def ruling(evidence: tuple[str, ...], about: Identity = REDUCER) -> Ruling:
-    return Ruling(
-        number=1,
-        before="",
-        kind=RulingKind.QUARANTINED,
-        by="the coordinator",
-        unix_seconds=0.0,
-        node_id=about.node_id,
-        evidence=evidence,
-    )
+    return quarantine(about.node_id, evidence)
 
 
 def test_a_ruling_s_evidence_is_checked_by_anybody_and_is_about_whom_it_is_about() -> None:

@@ -6,8 +6,7 @@ from coordinator.store import Store
 from coordinator.swarm.events import Event, RefusalSeen
 from protocol.trust.identity import Identity
 from protocol.wire.findings import ResultRefused
-from protocol.wire.payload import RESULT as RESULT_KIND
-from protocol.wire.payload import PayloadHeader
+from tests.unit.payload_scene import header_of_result
 from tests.unit.swarm_scene import RUN, TOKENS, Scene, digest_of
 
 RESULT, OTHER = digest_of("result"), digest_of("other")
@@ -63,21 +62,7 @@ def test_who_refuses_a_result_is_known_after_a_restart_with_its_signature() -> N
     by = Identity.generate()
     scene.attach("node-a", "node-b", str(by.node_id))
     part = next(p.slice for p in scene.round.slices if p.slice.reducer_id == "node-a")
-    header = PayloadHeader(
-        kind=RESULT_KIND,
-        run_digest=RUN,
-        round=1,
-        fragment=0,
-        slice_index=part.index,
-        start=part.start,
-        num_elements=part.num_elements,
-        codec="int4/1",
-        samples=0,
-        tokens=0,
-        sender_id=part.reducer_id,
-        body_bytes=9,
-        body_digest=RESULT,
-    )
+    header = header_of_result(part, run_digest=RUN, round=1, body_digest=RESULT)
     refused = ResultRefused(slice_index=part.index, digest=header.digest, header=header.encode())
     signed = refused.signed(by, run_digest=RUN, round=1)
     scene.do(RefusalSeen(node_id=by.node_id, refused=signed, result=header))

@@ -9,11 +9,11 @@ import pytest
 from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
+from structlog.testing import capture_logs
 
-from coordinator.dashboard import timeline
 from coordinator.dashboard.timeline import MOST_NODES, RoundTimes, Stages, Timeline, TimesFile
 from coordinator.services.one_round import NO_TIMES, closed_round, open_round
-from coordinator.swarm.events import Event
+from coordinator.swarm.state import SwarmState
 from coordinator.swarm.transition import Transition
 from protocol.errors import NoInputError
 from protocol.files.durable import RollingFile, lines_of, old_of
@@ -165,10 +165,7 @@ class WatchedScene(Scene):
         self.timeline = Timeline(keep=self.kept.append)
         super().__init__(min_nodes=min_nodes)
 
-    def do(self, event: Event) -> None:
-        before = self.state
-        super().do(event)
-        told = Transition(state=self.state, actions=self.actions, at=self.now)
+    def hear(self, before: SwarmState, told: Transition) -> None:
         self.timeline.hear(before, told)
 
 
@@ -245,21 +242,14 @@ def test_of_a_round_of_very_many_nodes_those_that_were_last_are_kept() -> None:
 
 
 def test_times_that_the_disk_refuses_are_said_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    said: list[str] = []
-
-    class Log:
-        def warning(self, what: str, **_: object) -> None:
-            said.append(what)
-
-    monkeypatch.setattr(timeline, "_log", Log())
     file = TimesFile(tmp_path / "not there" / "times.jsonl")
-    for number in range(3):
-        file.add(
-            RoundTimes(number=number, opened=0.0, heard=0.0, nodes={NodeId("a"): Stages(name="a")})
-        )
-    assert said == ["times of rounds are not kept"]
+    nodes = {NodeId("a"): Stages(name="a")}
+    with capture_logs() as logs:
+        for number in range(3):
+            file.add(RoundTimes(number=number, opened=0.0, heard=0.0, nodes=nodes))
+    assert [line["event"] for line in logs] == ["times of rounds are not kept"]
 
 
 @given(sizes=st.lists(st.integers(0, 40), max_size=60))

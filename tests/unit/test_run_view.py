@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from structlog.testing import capture_logs
 
 from coordinator.dashboard import run_view
 from coordinator.dashboard.news_file import KEPT, KEPT_ROUTINE, SENTENCES, NewsFile, sentence_of
@@ -20,7 +21,7 @@ from coordinator.dashboard.run_view import (
 )
 from coordinator.dashboard.timeline import Timeline, shown
 from coordinator.journal import News
-from coordinator.swarm.events import Event
+from coordinator.swarm.state import SwarmState
 from coordinator.swarm.transition import Transition
 from protocol.run.models import FunctionModel
 from protocol.run.run_spec import DataSection, RunSpec
@@ -151,10 +152,7 @@ class DrawnScene(Scene):
         self.timeline = Timeline()
         super().__init__(min_nodes=min_nodes)
 
-    def do(self, event: Event) -> None:
-        before = self.state
-        super().do(event)
-        told = Transition(state=self.state, actions=self.actions, at=self.now)
+    def hear(self, before: SwarmState, told: Transition) -> None:
         self.timeline.hear(before, told)
 
 
@@ -264,19 +262,14 @@ def test_a_news_file_that_grows_too_large_begins_anew_with_what_is_kept(
 
 
 def test_news_that_cannot_be_kept_are_said_once_and_shown_all_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    said: list[str] = []
-
-    class Log:
-        def warning(self, what: str, **_: object) -> None:
-            said.append(what)
-
-    monkeypatch.setattr("coordinator.dashboard.news_file._log", Log())
     news = NewsFile(tmp_path / "not there" / "news.jsonl")
-    for number in range(3):
-        news.add([News(level="info", what="went on", facts={"round": number})], unix_seconds=number)
-    assert said == ["news are not kept for the page"]
+    with capture_logs() as logs:
+        for number in range(3):
+            told = News(level="info", what="went on", facts={"round": number})
+            news.add([told], unix_seconds=number)
+    assert [line["event"] for line in logs] == ["news are not kept for the page"]
     assert len(news.latest) == 3
 
 

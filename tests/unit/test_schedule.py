@@ -1,6 +1,5 @@
 """The learning rate depends on how far the run has come, and on nothing else."""
 
-from dataclasses import replace
 from typing import Literal
 
 import pytest
@@ -12,6 +11,7 @@ from protocol.run.models import DecoderModel
 from protocol.run.run_files import validated
 from protocol.run.run_spec import InnerSection, RunSection, RunSpec
 from protocol.run.schedule import Position, Schedule, share_of_peak
+from tests.unit.work_scene import inner_work
 
 COSINE = InnerSection(warmup_tokens=100, total_tokens=1100, final_fraction=0.2, schedule="cosine")
 LINEAR = COSINE.model_copy(update={"schedule": "linear"})
@@ -31,17 +31,7 @@ def at_progress(inner: InnerSection, progress: float, tokens: float = 1e9) -> fl
 
 
 def work_of(round: int, inner_steps: int, **changes: int) -> InnerWork:
-    work = InnerWork(
-        round=round,
-        inner_steps=inner_steps,
-        first_sample=0,
-        num_samples=10**6,
-        token_clock=0,
-        round_tokens=0,
-        max_seconds=1.0,
-        num_participants=1,
-    )
-    return replace(work, **changes)
+    return inner_work(inner_steps, round=round, **changes)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from protocol.trust.evidence import of_spot_checks, proven_by
 from protocol.trust.identity import Identity
 from protocol.trust.receipts import Receipt
-from protocol.trust.rulings import Ruling, RulingKind
 from protocol.v1 import session_pb2
 from protocol.wire.findings import Audited, Finding, LeftOutSeen, ResultRefused, SpotChecked
 from protocol.wire.messages import (
@@ -23,6 +22,7 @@ from protocol.wire.messages import (
 )
 from protocol.wire.rounds import ContributionDigest, Contributor, Digest, NodeId
 from tests.unit.golden.golden_file import golden_bytes, matches_golden
+from tests.unit.rulings_scene import quarantine
 
 SIGNER = Identity(private_key=Ed25519PrivateKey.from_private_bytes(bytes(range(32))))
 RUN, BASE, BODY = (Digest(bytes([value]) * 32) for value in (0x11, 0x22, 0x33))
@@ -117,13 +117,6 @@ def test_an_order_to_check_is_these_bytes() -> None:
 def test_evidence_that_was_kept_proves_what_it_did() -> None:
     evidence = of_spot_checks([SPOT_CHECKED])
     assert matches_golden("spot-check-evidence-1", "\n".join(evidence).encode())
-    ruling = Ruling(
-        number=1,
-        before="",
-        unix_seconds=0.0,
-        kind=RulingKind.QUARANTINED,
-        by="the coordinator",
-        node_id=MEMBER,
-        evidence=tuple(golden_bytes("spot-check-evidence-1").decode().split("\n")),
-    )
+    kept = tuple(golden_bytes("spot-check-evidence-1").decode().split("\n"))
+    ruling = quarantine(MEMBER, kept)
     assert proven_by(ruling, run_digest=RUN) == "1 signed spot checks of one member"

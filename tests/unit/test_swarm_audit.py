@@ -20,11 +20,12 @@ from coordinator.swarm.members import AuditRecord, MemberState, Work
 from coordinator.swarm.slices import SeenNorm, SeenNorms
 from coordinator.swarm.state import Audit, Verdict
 from coordinator.swarm.transition import initial_state
-from protocol.trust.rulings import Ruling, RulingKind
+from protocol.trust.rulings import RulingKind
 from protocol.trust.rulings import digest_of as digest_of_rulings
 from protocol.wire.findings import Audited
 from protocol.wire.messages import AuditAsked
 from protocol.wire.rounds import Digest, LayoutSummary, NodeId, RoundSpan
+from tests.unit.rulings_scene import ruling_of
 from tests.unit.swarm_scene import LAYOUT, RUN, Scene, asked_of, digest_of, of_kind
 
 OTHER = digest_of("another result")
@@ -302,14 +303,9 @@ def test_a_lie_further_back_than_the_run_has_just_gone_is_not_forgotten(
     went_to: int, is_met: bool
 ) -> None:
     scene = convicted_of_round_2()
-    ruling = Ruling(
-        number=2,
-        before=digest_of_rulings(scene.state.rulings).hex(),
-        kind=RulingKind.ROLLED_BACK,
-        by="the run owner",
-        unix_seconds=0.0,
-        from_round=went_to + 1,
-        incarnation=1,
+    before = digest_of_rulings(scene.state.rulings).hex()
+    ruling = ruling_of(
+        RulingKind.ROLLED_BACK, 2, before=before, from_round=went_to + 1, incarnation=1
     )
     scene.do(RulingsLearned(rulings=(ruling,), rules=scene.state.rules, undone={}))
     assert scene.state.rolled_back == (ruling,)

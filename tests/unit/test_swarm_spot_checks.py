@@ -17,10 +17,11 @@ from coordinator.swarm.transition import initial_state
 from protocol.errors import BadDataError
 from protocol.trust.evidence import of_spot_checks, proven_by
 from protocol.trust.identity import Identity
-from protocol.trust.rulings import OWN, Ruling, RulingKind
+from protocol.trust.rulings import OWN, RulingKind
 from protocol.wire.findings import SpotChecked
 from protocol.wire.messages import SpotCheckAsked
 from protocol.wire.rounds import OWN_LOOP, CorpusSummary, Digest, NodeId
+from tests.unit.rulings_scene import quarantine
 from tests.unit.swarm_scene import CORPUS, Scene, digest_of, of_kind
 
 STEPS = 64  # of two samples
@@ -526,34 +527,22 @@ def signed_by(identity: Identity, about: str = "c", run: bytes = b"r" * 32) -> S
     return found.signed(identity, run_digest=run, round=3)
 
 
-def ruling_on(node_id: str, evidence: tuple[str, ...]) -> Ruling:
-    return Ruling(
-        number=1,
-        before="",
-        unix_seconds=0.0,
-        kind=RulingKind.QUARANTINED,
-        by="the coordinator",
-        node_id=NodeId(node_id),
-        evidence=evidence,
-    )
-
-
 def test_signed_checks_are_evidence_about_the_member_that_they_are_of() -> None:
     run = Digest(b"r" * 32)
     checkers = [Identity.generate(), Identity.generate()]
     evidence = of_spot_checks([signed_by(each) for each in (*checkers, checkers[0])])
 
     assert (
-        proven_by(ruling_on("c", evidence), run_digest=run) == "3 signed spot checks of 2 members"
+        proven_by(quarantine("c", evidence), run_digest=run) == "3 signed spot checks of 2 members"
     )
     with pytest.raises(BadDataError, match="evidence about c"):
-        proven_by(ruling_on("d", evidence), run_digest=run)
+        proven_by(quarantine("d", evidence), run_digest=run)
     with pytest.raises(BadDataError, match="another run"):
-        proven_by(ruling_on("c", evidence), run_digest=Digest(b"s" * 32))
+        proven_by(quarantine("c", evidence), run_digest=Digest(b"s" * 32))
 
 
 def test_a_changed_check_is_no_evidence() -> None:
     changed = replace(signed_by(Identity.generate()), score=-9.0)
 
     with pytest.raises(BadDataError, match="signature"):
-        proven_by(ruling_on("c", of_spot_checks([changed])), run_digest=Digest(b"r" * 32))
+        proven_by(quarantine("c", of_spot_checks([changed])), run_digest=Digest(b"r" * 32))

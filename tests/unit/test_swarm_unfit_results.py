@@ -12,12 +12,13 @@ from coordinator.swarm.takeover import UNMADE_ROUNDS
 from coordinator.swarm.weighing import MOST_ROUNDS_OUT
 from protocol.trust.evidence import proven_by
 from protocol.trust.identity import Identity
-from protocol.trust.rulings import Ruling, RulingKind
+from protocol.trust.rulings import RulingKind
 from protocol.wire.findings import ResultRefused
 from protocol.wire.messages import ResultOffered, ResultsSilent, SliceTakenOver
-from protocol.wire.payload import RESULT as RESULT_KIND
 from protocol.wire.payload import PayloadHeader
 from protocol.wire.rounds import Digest, NodeId
+from tests.unit.payload_scene import header_of_result
+from tests.unit.rulings_scene import quarantine
 from tests.unit.swarm_scene import RUN, TOKENS, Scene, digest_of, of_kind
 
 
@@ -41,19 +42,10 @@ def header_of(scene: Scene, index: int, body: str = "nonsense") -> PayloadHeader
     """A result of the slice as its present reducer signs it."""
     part = scene.round.slices[index].slice
     by = next(key(n) for n in range(9) if key(n).node_id == part.reducer_id)
-    return PayloadHeader(
-        kind=RESULT_KIND,
+    return header_of_result(
+        part,
         run_digest=RUN,
         round=scene.round.number,
-        fragment=0,
-        slice_index=index,
-        start=part.start,
-        num_elements=part.num_elements,
-        codec="int4/1",
-        samples=0,
-        tokens=0,
-        sender_id=part.reducer_id,
-        body_bytes=9,
         body_digest=Digest(digest_of(body)),
         attempt=scene.round.slices[index].attempt,
     ).signed(by)
@@ -92,15 +84,7 @@ def test_a_result_that_most_cannot_decode_convicts_its_reducer_and_another_makes
     assert takeover.reducer_id in {by.node_id for by in others} and takeover.attempt == 1
     progress = scene.round.slices[0]
     assert not progress.refused and not progress.refusals and progress.digest is None
-    ruling = Ruling(
-        number=1,
-        before="",
-        unix_seconds=0.0,
-        kind=RulingKind.QUARANTINED,
-        by="the coordinator",
-        node_id=header.sender_id,
-        evidence=asked.conviction.evidence,
-    )
+    ruling = quarantine(header.sender_id, asked.conviction.evidence)
     proof = proven_by(ruling, run_digest=RUN)
     assert proof == "its signed result, which 4 members signed that it does not decode"
 

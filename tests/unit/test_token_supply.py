@@ -41,6 +41,7 @@ from tests.unit.tokens_scene import (
     write_jsonl,
     write_tokenizer,
 )
+from tests.unit.work_scene import inner_work
 
 STEP_SECONDS = 1.0
 
@@ -152,15 +153,12 @@ class Scene:
 
     def work(self, steps: int, *, max_seconds: float = 1e4, first: int = 0) -> InnerWork:
         batch = self.spec.inner.batch
-        return InnerWork(
-            round=1,
-            inner_steps=steps,
+        return inner_work(
+            steps,
             first_sample=first,
             num_samples=steps * batch,
-            token_clock=0,
             round_tokens=1,
             max_seconds=max_seconds,
-            num_participants=1,
         )
 
     async def train(self, steps: int, **changes: float) -> InnerReport:

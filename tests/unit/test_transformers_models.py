@@ -20,7 +20,6 @@ from transformers import (
 )
 
 from node.island.data.dataset import SampleOrder, read_corpus
-from node.island.island import InnerWork
 from node.island.models.architecture import architecture_of, container_of_layers, give_memory
 from node.island.models.describing import describe, export_state, first_vector
 from node.island.models.stages import Cut
@@ -49,6 +48,7 @@ from protocol.run.run_spec import (
     RunSpec,
 )
 from tests.transformers_configs import CONFIGS, ODD, ROUTED, small
+from tests.unit.work_scene import inner_work
 
 
 def run_of(config: Any, folder: Path, **inner: Any) -> RunSpec:
@@ -83,20 +83,6 @@ def trainer_of(spec: RunSpec, folder: Path, local: LocalTraining = PLAIN) -> Tra
     return trainer
 
 
-def work_of(inner_steps: int, first_sample: int = 0) -> InnerWork:
-    return InnerWork(
-        round=1,
-        inner_steps=inner_steps,
-        first_sample=first_sample,
-        num_samples=10**6,
-        token_clock=0,
-        round_tokens=0,
-        max_seconds=1e9,
-        num_participants=1,
-        steps_before=0,
-    )
-
-
 def published(trainer: Trainer, spec: RunSpec) -> np.ndarray:
     vector = np.zeros(layout_of(spec).num_elements, np.float32)
     trainer.publish(vector, 0)
@@ -109,7 +95,7 @@ def test_training_is_what_a_loop_over_transformers_own_loss_comes_to(
 ) -> None:
     spec = run_of(CONFIGS[kind], with_text(tmp_path))
     trainer = trainer_of(spec, tmp_path)
-    report = trainer.train(work_of(4), lambda progress: None)
+    report = trainer.train(inner_work(4), lambda progress: None)
 
     model = AutoModelForCausalLM.from_config(CONFIGS[kind], dtype=torch.float32)
     place_of = {place.name: place for place in layout_of(spec).places}
@@ -161,7 +147,7 @@ def test_a_routers_own_loss_is_trained_where_the_config_asks_for_it_and_never_me
     routed = plain.model_copy(update={"description": described})
     one, other = trainer_of(plain, tmp_path), trainer_of(routed, tmp_path)
     assert one.evaluate() == other.evaluate()
-    losses = [trainer.train(work_of(1), lambda progress: None).loss for trainer in (one, other)]
+    losses = [trainer.train(inner_work(1), lambda progress: None).loss for trainer in (one, other)]
     assert losses[1] > losses[0] + 0.5  # at least 0.5 · the number of experts that a token takes
 
 
@@ -226,7 +212,7 @@ def test_dropout_draws_the_same_again_for_the_same_work_and_none_when_measuring(
     first, second = trainer_of(spec, tmp_path), trainer_of(spec, tmp_path)
     assert first.evaluate() == first.evaluate()
     for trainer in (first, second):
-        trainer.train(work_of(3), lambda progress: None)
+        trainer.train(inner_work(3), lambda progress: None)
     assert np.array_equal(published(first, spec), published(second, spec))
     dry = spec.description
     assert dry is not None
@@ -235,7 +221,7 @@ def test_dropout_draws_the_same_again_for_the_same_work_and_none_when_measuring(
         update={"description": dry.model_copy(update={"config": dry.config | without})}
     )
     third = trainer_of(spec, tmp_path)
-    third.train(work_of(3), lambda progress: None)
+    third.train(inner_work(3), lambda progress: None)
     assert not np.array_equal(published(first, spec), published(third, spec))
 
 
@@ -350,7 +336,7 @@ def test_recomputed_and_compiled_layers_train_as_plain_ones_do(
     found = []
     for each in (PLAIN, local):
         trainer = trainer_of(spec, tmp_path, each)
-        report = trainer.train(work_of(4), lambda progress: None)
+        report = trainer.train(inner_work(4), lambda progress: None)
         found.append((report.loss, trainer.evaluate().loss, published(trainer, spec)))
     (loss, after, last), (one_loss, one_after, one_last) = found
     assert (loss, after) == pytest.approx((one_loss, one_after), abs=1e-5)

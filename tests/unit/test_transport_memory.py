@@ -7,22 +7,11 @@ import pytest
 from lab.simulation.memory_transport import MemoryNetwork, MemoryTransport
 from node.exchange.peers import Admission, PeerUnreachableError, Want
 from protocol.wire.payload import RESULT, Payload, PayloadHeader, WireCounts
-from protocol.wire.rounds import Digest, NodeId, PeerAddress, RosterEntry
+from protocol.wire.rounds import NodeId, PeerAddress, RosterEntry
+from tests.unit.payload_scene import sealed
 
 ONE, OTHER, THIRD = NodeId("one"), NodeId("other"), NodeId("third")
-PAYLOAD = Payload.seal(
-    kind=RESULT,
-    run_digest=Digest(bytes(32)),
-    round=1,
-    fragment=0,
-    slice_index=0,
-    start=0,
-    num_elements=1,
-    codec="fp32/1",
-    tokens=0,
-    sender_id=ONE,
-    body=b"body",
-)
+PAYLOAD = sealed(RESULT, ONE)
 
 
 class Gate:

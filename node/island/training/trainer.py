@@ -272,7 +272,6 @@ class Trainer:
         all. Raises TrainingDivergedError.
         """
         batch = self._spec.inner.batch
-        step_tokens = self._spec.tokens_per_inner_step
         max_steps = min(work.inner_steps, work.num_samples // batch)
         if max_steps < 1:
             raise ValueError(
@@ -334,23 +333,27 @@ class Trainer:
             look_at = tally.steps + more_steps
         if tally.steps > told_steps:
             tally.read(work.round)
+        return self._report(work, tally, started=started, rested=rests.seconds)
+
+    def _report(
+        self, work: InnerWork, tally: _Tally, *, started: float, rested: float
+    ) -> InnerReport:
+        """What all ranks have trained; each makes this call, with the seconds that it has rested itself."""
         loss_sum = self._mesh.summed(torch.tensor(tally.loss_sum, dtype=torch.float64)).item()
         num_losses = tally.num_losses * self._mesh.num_data * self._mesh.shape.context
         seconds = self._clock() - started
-        rested = (
-            self._mesh.said_by_first(round(1000 * rests.seconds)) / 1000 if self._load < 1 else 0
-        )
+        rested = self._mesh.said_by_first(round(1000 * rested)) / 1000 if self._load < 1 else 0
         self._communication.trained(seconds - rested)
         share = self._communication.share
         hardware = measured(self._device, self._engine.dtype, self._mesh)
         return InnerReport(
             round=work.round,
             inner_steps=tally.steps,
-            samples=tally.steps * batch,
+            samples=tally.steps * self._spec.inner.batch,
             tokens=self._counted_tokens,
             loss=loss_sum / max(1, num_losses),
             seconds=seconds,
-            flops=float(tally.steps * step_tokens * self._flops_per_token),
+            flops=float(tally.steps * self._spec.tokens_per_inner_step * self._flops_per_token),
             peak_flops_per_second=hardware.peak_flops_per_second,
             is_peak_measured=hardware.is_peak_measured,
             peak_memory_bytes=hardware.peak_memory_bytes,
