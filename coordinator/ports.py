@@ -14,6 +14,7 @@ from protocol.trust.pki import joining_name_in, name_in, server_name
 from protocol.wire.server import (
     CONTROL_OPTIONS,
     ENROLMENT_OPTIONS,
+    ReadableMessages,
     WholeMessages,
     bind_control,
     bind_enrolment,
@@ -61,7 +62,9 @@ def bind(
         certificate_pem=home.server_pem,
         key_pem=home.server_key_pem,
     )
-    enrolment = grpc.aio.server(options=with_most(ENROLMENT_OPTIONS, most_joining))
+    enrolment = grpc.aio.server(
+        interceptors=[ReadableMessages()], options=with_most(ENROLMENT_OPTIONS, most_joining)
+    )
     enrolment_port = bind_enrolment(
         enrolment,
         own_host,

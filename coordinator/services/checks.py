@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence, Sized
 from dataclasses import replace
 from ipaddress import IPv6Address
 
@@ -100,11 +100,10 @@ def said(message: Message, *, of: str) -> None:
                 count(value, of=what)
 
 
-def at_most(items: Iterable[object], most: int, *, of: str) -> None:
-    """A list of bounded length."""
-    num_items = sum(1 for _ in items)
-    if num_items > most:
-        raise BadDataError(f"there are {num_items} {of}; {most} is the most there may be")
+def at_most(items: Sized, most: int, *, of: str) -> None:
+    """A list of bounded length, none of whose items is looked at."""
+    if len(items) > most:
+        raise BadDataError(f"there are {len(items)} {of}; {most} is the most there may be")
 
 
 def round_spans(spans: Sequence[RoundSpanWire]) -> tuple[RoundSpan, ...]:

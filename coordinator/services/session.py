@@ -407,6 +407,7 @@ class SessionDesk:
         """Learns rulings that this coordinator lacks; raises BadDataError for one it never signed."""
         session = (node_id, request.session_id)
         self._driver.session_of(*session)
+        checks.at_most(request.rulings.rulings, MOST_RULINGS, of="rulings")
         brought = rulings_from_wire(request.rulings)
         known = await self._rulings.learn(brought, session=session)
         return pb.SubmitRulingsResponse(num_rulings=known)

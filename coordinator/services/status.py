@@ -225,6 +225,10 @@ class StatusDesk:
                 told.books_after.used_up.extend(used_up(ledger))
                 return
 
+    def committed_and_uptime(self) -> tuple[int, float]:
+        """The newest committed round, and seconds since the start."""
+        return self._driver.state.committed_round, self._driver.clock.now() - self._started_at
+
     def run_status(self) -> pb.RunStatus:
         """The run alone, with all held-out losses that an answer has room for."""
         return self._run_status(self._driver.state, self._driver.clock.now(), MOST_LOSSES)

@@ -12,7 +12,7 @@ import select
 import sys
 import time
 import traceback
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -62,6 +62,36 @@ class SparseFigures:
         self._shown_at[name] = now
         if left_out := self._left_out.pop(name, 0):
             event["rounds_left_out"] = left_out
+        return event
+
+
+MOST_WARNINGS = 60
+"""Alike, in as many seconds: what strangers and members may cause is not to fill a disk, or push all else
+out of the log files."""
+
+
+class SparseWarnings:
+    """Leaves out what warns again and again; the next line that is shown says of how many."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._shown_at: dict[str, deque[float]] = {}
+        self._left_out: Counter[str] = Counter()
+
+    def __call__(
+        self, _logger: object, method: str, event: structlog.typing.EventDict
+    ) -> structlog.typing.EventDict:
+        """A processor of structlog. Raises DropEvent for what is left out."""
+        if method not in ("warning", "error"):
+            return event
+        name, now = event["event"], self._clock()
+        shown_at = self._shown_at.setdefault(name, deque(maxlen=MOST_WARNINGS))
+        if len(shown_at) == MOST_WARNINGS and now - shown_at[0] < MOST_WARNINGS:
+            self._left_out[name] += 1
+            raise structlog.DropEvent
+        shown_at.append(now)
+        if left_out := self._left_out.pop(name, 0):
+            event["left_out"] = left_out
         return event
 
 
@@ -207,6 +237,7 @@ def start_logging(
         processors=[
             _with_what_every_line_says,
             structlog.processors.add_log_level,
+            SparseWarnings(),
             keep,
             *([] if as_json or is_debug or kept is None else [SparseFigures()]),
             structlog.processors.TimeStamper(fmt="iso" if as_json else "%H:%M:%S", utc=as_json),

@@ -111,7 +111,7 @@ class WebServer:
             _log.warning(
                 "anybody who reaches this address can read these pages", address=address[0]
             )
-        logging.getLogger("uvicorn").setLevel(logging.WARNING)
+        logging.getLogger("uvicorn").setLevel(logging.ERROR)  # it warns of what any stranger sends
         streams = {} if streams is None else streams
 
         def door(path: str) -> _Door:

@@ -37,6 +37,9 @@ from protocol.wire.rounds import (
 
 DIGEST_BYTES = 32
 
+MOST_WIRE_KINDS = 64
+"""In one message: a later release may have more than this one, and a member may repeat itself."""
+
 T = TypeVar("T")
 W = TypeVar("W", bound=WireMessage)
 
@@ -150,8 +153,13 @@ def wire_counts_to_wire(totals: WireTotals) -> list[session_pb2.WireCount]:
     ]
 
 
-def wire_counts_from_wire(wire: Iterable[session_pb2.WireCount]) -> WireTotals:
+def wire_counts_from_wire(wire: Sequence[session_pb2.WireCount]) -> WireTotals:
     """Bytes sent and received by kind."""
+    if len(wire) > MOST_WIRE_KINDS:
+        raise ProtocolMismatchError(
+            f"there are {len(wire)} kinds of bytes; {MOST_WIRE_KINDS} is the most there may be",
+            next_step="use the same version of Atoll on both sides",
+        )
     return {count.kind: (count.sent_bytes, count.received_bytes) for count in wire}
 
 

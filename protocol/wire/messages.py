@@ -381,7 +381,7 @@ def reduced_from_wire(wire: pb.ReducedReport, *, most_contributors: float = math
     contributors, contributions, factors = convert.contributors_from_wire(
         of_plan(wire.contributors)
     )
-    missed = sorted((NodeId(n), rounds) for n, rounds in wire.missed.items())
+    missed = wire.missed.items() if len(wire.missed) <= most_contributors else ()
     before, after = (
         convert.optional_digest_from_wire(told, of="a reducer's error") or b""
         for told in (wire.error_before, wire.error_after)
@@ -394,7 +394,7 @@ def reduced_from_wire(wire: pb.ReducedReport, *, most_contributors: float = math
         factors=factors,
         header=wire.header,
         late=tuple(map(NodeId, of_plan(wire.late_ids))),
-        missed=tuple(of_plan(missed)),
+        missed=tuple(sorted((NodeId(n), rounds) for n, rounds in missed)),
         error_before=before,
         error_after=after,
         undecodable=tuple(map(NodeId, of_plan(wire.undecodable_ids))),

@@ -16,6 +16,7 @@ from typing import Any
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 
 from protocol.errors import AtollError, NotPermittedError, SystemRefusedError
 from protocol.trust.invite import endpoint_of
@@ -39,6 +40,11 @@ JOINING_BYTES = 1 << 16
 
 MOST_READ, MOST_BEGUN = 8, 64
 """Messages of one key that are read at once, and that it may have begun: the others wait unread."""
+
+READ_BYTES_A_SECOND = 1 << 20
+"""Of one key's messages so many are read on and on, and MAX_MESSAGE_BYTES at once: the others wait.
+
+Four MiB of empty entries take a core 150 ms to read, and 180 MB for as long as they are looked at."""
 
 WHOLE_SECONDS = 60.0
 """From when a call begins its message must be here in so long. At 1 Mbit/s the longest takes half of it."""
@@ -98,14 +104,15 @@ class WholeMessages(grpc.aio.ServerInterceptor):
 
     gRPC reads a call's message before anybody here hears of the call, up to 4 MiB of each, for as long as
     the caller likes. So each call is answered as one that streams its message: on the wire that is the same,
-    and nothing is read before it is asked for. Not for strangers, who share an address with who joins: of
-    their messages JOINING_BYTES come.
+    and nothing is read before it is asked for. Whole ones are taken apart at READ_BYTES_A_SECOND. Not for
+    strangers, who share an address with who joins: of their messages JOINING_BYTES come.
     """
 
     def __init__(self, *, whole_seconds: float = WHOLE_SECONDS) -> None:
         self._whole_seconds = whole_seconds
         self._begun: Counter[str] = Counter()
         self._reading: dict[str, asyncio.Semaphore] = {}
+        self._read_by: dict[str, float] = {}  # when all that came of each key is read at that pace
 
     async def intercept_service(
         self,
@@ -117,22 +124,31 @@ class WholeMessages(grpc.aio.ServerInterceptor):
         if handler is None or handler.request_streaming:
             return handler
 
-        async def answer(requests: AsyncIterator[Any], context: Context) -> Any:
-            return await handler.unary_unary(await self._whole(requests, context), context)
+        async def request_of(messages: AsyncIterator[bytes], context: Context) -> Any:
+            return await read(handler, await self._whole(messages, context), context)
 
-        async def stream(requests: AsyncIterator[Any], context: Context) -> AsyncIterator[Any]:
-            request = await self._whole(requests, context)
-            async with aclosing(handler.unary_stream(request, context)) as answers:
-                async for each in answers:
-                    yield each
+        async def answer(messages: AsyncIterator[bytes], context: Context) -> Any:
+            try:
+                return await handler.unary_unary(await request_of(messages, context), context)
+            except grpc.aio.AbortError as error:
+                raise forgetful(error) from None
 
-        how = handler.request_deserializer, handler.response_serializer
+        async def stream(messages: AsyncIterator[bytes], context: Context) -> AsyncIterator[Any]:
+            try:
+                answers = handler.unary_stream(await request_of(messages, context), context)
+                async with aclosing(answers):
+                    async for each in answers:
+                        yield each
+            except grpc.aio.AbortError as error:
+                raise forgetful(error) from None
+
+        how = None, handler.response_serializer
         if handler.response_streaming:
             return grpc.stream_stream_rpc_method_handler(stream, *how)
         return grpc.stream_unary_rpc_method_handler(answer, *how)
 
-    async def _whole(self, requests: AsyncIterator[Any], context: Context) -> Any:
-        """The call's only message."""
+    async def _whole(self, messages: AsyncIterator[bytes], context: Context) -> Any:
+        """The call's only message, when it is its turn."""
         key = key_of(context)
         if self._begun[key] >= MOST_BEGUN:
             await context.abort(
@@ -143,8 +159,11 @@ class WholeMessages(grpc.aio.ServerInterceptor):
         reading = self._reading.setdefault(key, asyncio.Semaphore(MOST_READ))
         try:
             async with asyncio.timeout(self._whole_seconds), reading:
-                async for request in requests:
-                    return request
+                async for message in messages:
+                    now = asyncio.get_running_loop().time()
+                    if wait_seconds := self.wait_seconds(key, len(message), now):
+                        await asyncio.sleep(wait_seconds)
+                    return message
         except TimeoutError:
             await context.abort(
                 grpc.StatusCode.DEADLINE_EXCEEDED,
@@ -157,6 +176,57 @@ class WholeMessages(grpc.aio.ServerInterceptor):
         return await context.abort(
             grpc.StatusCode.INVALID_ARGUMENT, "the call ended without a message"
         )
+
+    def wait_seconds(self, key: str, num_bytes: int, now: float) -> float:
+        """Until a key's message of so many bytes, which has come now, is taken apart."""
+        read_by = max(now, self._read_by.get(key, now))
+        self._read_by[key] = read_by + num_bytes / READ_BYTES_A_SECOND
+        return max(0.0, read_by - now - MAX_MESSAGE_BYTES / READ_BYTES_A_SECOND)
+
+
+class ReadableMessages(grpc.aio.ServerInterceptor):
+    """Ends strangers' calls whose message cannot be read; WholeMessages does so for members.
+
+    gRPC writes a traceback to the log for each, so that three bytes of anybody make many.
+    """
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        """See grpc.aio.ServerInterceptor."""
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return None
+
+        async def answer(message: bytes, context: Context) -> Any:
+            try:
+                return await handler.unary_unary(await read(handler, message, context), context)
+            except grpc.aio.AbortError as error:
+                raise forgetful(error) from None
+
+        return grpc.unary_unary_rpc_method_handler(answer, None, handler.response_serializer)
+
+
+async def read(handler: Any, message: bytes, context: Context) -> Any:
+    """The request that a message holds; ends the call where it holds none."""
+    try:
+        return handler.request_deserializer(message)
+    except DecodeError:
+        return await context.abort(
+            grpc.StatusCode.INVALID_ARGUMENT, "the call's message cannot be read"
+        )
+
+
+def forgetful(error: grpc.aio.AbortError) -> grpc.aio.AbortError:
+    """The error that ends a call, holding nothing of the call.
+
+    gRPC keeps it in the call's context, which its traceback names: until Python looks for cycles, which is
+    rare, each refused call would have its request stay, of up to 300 MB.
+    """
+    error.__context__ = None
+    return error.with_traceback(None)
 
 
 def key_of(context: Context) -> str:

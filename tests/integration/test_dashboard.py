@@ -10,7 +10,7 @@ import time
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -21,6 +21,7 @@ from coordinator.backups import BackupRecords, Made
 from coordinator.config import Home, create_home
 from coordinator.dashboard.pages import EVERY_SECONDS
 from coordinator.dashboard.run_metrics import RUN_METRICS
+from coordinator.services.status import StatusDesk
 from coordinator.swarm.state import HeldOut
 from protocol.errors import SystemRefusedError
 from protocol.v1 import session_pb2
@@ -317,6 +318,18 @@ async def test_health_is_200_until_the_clock_of_rounds_stops(tmp_path: Path) -> 
         await asyncio.wait([coordinator._clock_task])
         status, text = await ask(coordinator, "/healthz")
         assert (status, json.loads(text)["status"]) == (503, "the clock of rounds has stopped")
+
+
+async def test_whoever_asks_for_health_without_end_has_no_status_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def made(*_: object, **__: object) -> NoReturn:
+        raise AssertionError("a status of thousands of nodes, for anybody")
+
+    monkeypatch.setattr(StatusDesk, "get_status", made)
+    monkeypatch.setattr(StatusDesk, "run_status", made)
+    async with serving(home_with_pages(tmp_path / "home")) as coordinator:
+        assert (await ask(coordinator, "/healthz"))[0] == 200
 
 
 async def test_a_taken_address_is_refused_in_one_sentence_and_frees_the_folder(

@@ -152,7 +152,7 @@ async def test_of_a_peers_addresses_the_one_that_answers_as_it_is_dialled() -> N
         ((dead,), "9: Connection refused"),
         ((wrong,), "peer id mismatch"),
         (("/ip4/127.0.0.1/tcp/port",), "port"),
-        (("nonsense",), "not a multiaddress"),
+        (("nonsense",), "no address of TCP"),
     )
     for addresses, why in refused:
         with pytest.raises(DaemonError, match=why):

@@ -79,6 +79,22 @@ async def test_an_answer_that_nobody_reads_ends(monkeypatch: pytest.MonkeyPatch)
         await served.close()
 
 
+async def test_what_is_no_request_leaves_nothing_in_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    upgrade = (
+        b"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n"
+    )
+    async with serving() as port:
+        for said in (upgrade, b"GET / HTTP/9.9\r\n\r\n", b"\xff\r\n\r\n"):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(said)
+            async with asyncio.timeout(PATIENCE_SECONDS):
+                assert (await reader.read()).startswith(b"HTTP/1.1 ")
+            writer.close()
+    assert not caplog.records
+
+
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1:80", "[::1]:9000"])
 async def test_names_of_this_machine_are_answered(host: str) -> None:
     async with serving() as port:

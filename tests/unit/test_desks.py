@@ -1,7 +1,7 @@
 """The desks refuse what cannot be, before the core or the database sees it."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Protocol, TypeVar
 
@@ -32,7 +32,7 @@ from protocol.trust.identity import Identity
 from protocol.trust.signing import CommitSigner
 from protocol.v1 import session_pb2, status_pb2
 from protocol.wire import convert
-from protocol.wire.messages import Reduced
+from protocol.wire.messages import Reduced, reduced_from_wire
 from protocol.wire.payload import RESULT
 from protocol.wire.rounds import Commit, Digest, NodeId, SliceOutcome
 from protocol.wire.versions import WIRE
@@ -261,10 +261,10 @@ async def test_of_a_heartbeat_of_megabytes_the_status_shows_what_it_knows() -> N
         session_id=session_id, outer_digest=DIGEST, mesh="2 ranks", unreachable_ids=["x" * 100_000]
     )
     said.utilisation.MergeFromString(with_unknown_field(session_pb2.Utilisation(round=1), 100_000))
-    for _ in range(10_000):
+    for _ in range(convert.MOST_WIRE_KINDS):
         said.wire.add(kind="control", sent_bytes=7)
     heartbeat = session_pb2.HeartbeatRequest.FromString(with_unknown_field(said, 1_000_000))
-    assert heartbeat.ByteSize() > 1_300_000
+    assert heartbeat.ByteSize() > 1_200_000
     await desk.heartbeat(NODE.node_id, heartbeat)
     answer = status.get_status(status_pb2.GetStatusRequest())
     (node,) = answer.nodes
@@ -394,6 +394,24 @@ async def test_bytes_of_a_kind_that_there_is_not_are_refused() -> None:
     with pytest.raises(BadDataError, match="bytes sent"):
         await desk.report(NODE.node_id, request)
     assert driver.state is before
+
+
+async def test_of_lists_that_are_too_long_no_entry_is_looked_at() -> None:
+    class Long:
+        def __len__(self) -> int:
+            return 1 << 21
+
+        def __iter__(self) -> Iterator[object]:
+            raise AssertionError("two million entries take a second to look at")
+
+    with pytest.raises(BadDataError, match="there are 2097152 reports; 1024 is the most"):
+        checks.at_most(Long(), 1024, of="reports")
+    kinds = [session_pb2.WireCount(kind="result")] * 65
+    with pytest.raises(ProtocolMismatchError, match="there are 65 kinds of bytes"):
+        convert.wire_counts_from_wire(kinds)
+    told = session_pb2.ReducedReport(missed={f"node-{number}": 1 for number in range(9)})
+    assert not reduced_from_wire(told, most_contributors=8).missed
+    assert len(reduced_from_wire(told, most_contributors=9).missed) == 9
 
 
 def commit_of(number: int, base: bytes) -> Commit:

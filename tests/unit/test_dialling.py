@@ -4,11 +4,13 @@ import asyncio
 import gc
 from typing import Any
 
+import pytest
+
 from node.exchange.peers import Limits
 from node.exchange.transport.connections import Connections
-from node.exchange.transport.p2pd import P2pd
+from node.exchange.transport.p2pd import P2pd, knocked
 from node.exchange.transport.rates.tcp import TcpPacing
-from protocol.trust.identity import Identity
+from protocol.trust.identity import Identity, peer_id_of
 from protocol.wire.rounds import PeerAddress, RosterEntry
 
 HERE = ("/ip4/192.0.2.1/tcp/7710",)
@@ -59,6 +61,35 @@ async def test_a_member_that_leaves_as_its_dial_begins_is_not_looked_for() -> No
     await connections.stop()
     gc.collect()
     assert not daemon.dialled and not faults
+
+
+ODD = (
+    "",
+    "no slashes",
+    "/unix/tmp/socket",
+    "/ip4/192.0.2.1/tcp/80/ws",
+    "/ip4/192.0.2.1/udp/443/quic-v1/webtransport",
+    "/dnsaddr/victim.example",
+    "/ip4/192.0.2.1/tcp/99999",
+)
+
+
+@pytest.mark.parametrize("multiaddr", ODD)
+async def test_what_is_no_address_of_tcp_is_not_dialled_whatever_a_member_tells(
+    multiaddr: str,
+) -> None:
+    """libp2p would ask a web server, or look for more addresses in DNS."""
+    (told,) = [each async for each in knocked([multiaddr], seconds=1.0)]
+    assert told[0] == multiaddr
+    assert told[1], "why it is not dialled"
+
+
+async def test_members_are_found_by_host_whatever_others_tell() -> None:
+    connections = Connections(Daemon(), own_peer_id="", limits=Limits(), on_connection=lambda: None)
+    odd, here = member(ODD[:-1]), member(HERE)
+    connections.set_roster((odd, here))
+    assert connections.at(["192.0.2.1"]) == {peer_id_of(here.address.public_key)}
+    await connections.stop()
 
 
 async def test_a_member_that_has_moved_is_dialled_where_it_is_now() -> None:

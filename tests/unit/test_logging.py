@@ -9,7 +9,13 @@ from pathlib import Path
 
 import structlog
 
-from protocol.terminal.logging import FIGURES, LogStream, SparseFigures
+from protocol.terminal.logging import (
+    FIGURES,
+    MOST_WARNINGS,
+    LogStream,
+    SparseFigures,
+    SparseWarnings,
+)
 
 ROOT = Path(__file__).parents[2]
 LINE = "x" * 999 + "\n"
@@ -125,3 +131,26 @@ def test_lines_go_where_standard_error_was_though_somebody_closes_it() -> None:
         [sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, timeout=60
     )
     assert ran.returncode == 0 and json.loads(ran.stderr)["event"] == "said", ran.stderr
+
+
+def test_what_warns_again_and_again_is_shown_once_a_second_and_the_next_line_says_of_how_many() -> (
+    None
+):
+    now = 0.0
+    sparse = SparseWarnings(lambda: now)
+
+    def shown(method: str, name: str) -> dict[str, object] | None:
+        try:
+            return dict(sparse(None, method, {"event": name}))
+        except structlog.DropEvent:
+            return None
+
+    flood = [shown("warning", "refused a stream of a stranger") for _ in range(1000)]
+    assert sum(line is not None for line in flood) == MOST_WARNINGS
+    assert shown("warning", "another") == {"event": "another"}
+    assert all(shown("info", "refused a stream of a stranger") for _ in range(1000))
+    now = MOST_WARNINGS
+    assert shown("warning", "refused a stream of a stranger") == {
+        "event": "refused a stream of a stranger",
+        "left_out": 1000 - MOST_WARNINGS,
+    }

@@ -32,6 +32,7 @@ import structlog
 from node.exchange.peers import Limits
 from node.exchange.transport.p2pd import DaemonError, P2pd, StreamCallback
 from node.exchange.transport.rates.tcp import send_from, udp_sockets_of
+from node.exchange.transport.tunnels import host_and_port
 from node.heavy import cancelled
 from node.machine.addresses import has_ipv6, leaving_by_ipv6
 from protocol.errors import AtollError
@@ -153,7 +154,7 @@ class Connections:
             peer_id
             for peer_id, member in self._members.items()
             if not member.hosts.isdisjoint(hosts)
-            or any(address.split("/")[2] in hosts for address in member.multiaddrs)
+            or any(place[0] in hosts for place in map(host_and_port, member.multiaddrs) if place)
         )
 
     def lost(self, peer_id: str) -> None:

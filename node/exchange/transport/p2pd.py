@@ -28,7 +28,7 @@ import structlog
 from node.exchange.peers import Limits
 from node.exchange.transport.rates.tcp import TcpPacing
 from node.exchange.transport.streams import BROKEN, drop
-from node.exchange.transport.tunnels import Tunnels
+from node.exchange.transport.tunnels import Tunnels, host_and_port
 from protocol.errors import SystemRefusedError
 from protocol.files.leftovers import TemporaryFolder
 from protocol.trust.identity import Identity
@@ -381,7 +381,8 @@ _PACKAGES = ("hivemind", "hivemind.utils", "hivemind.p2p")
 async def knocked(multiaddrs: Sequence[str], *, seconds: float) -> AsyncIterator[tuple[str, str]]:
     """Which addresses answer by TCP, the quickest first; with "", or with why one does not.
 
-    What is no address of TCP is not asked, and p2pd finds out.
+    What is no address of TCP does not: p2pd would dial all that libp2p knows, as web sockets, and a member
+    tells what it likes.
     """
     knocks = [asyncio.ensure_future(_knock(multiaddr, seconds)) for multiaddr in multiaddrs]
     try:
@@ -393,21 +394,20 @@ async def knocked(multiaddrs: Sequence[str], *, seconds: float) -> AsyncIterator
 
 
 async def _knock(multiaddr: str, seconds: float) -> tuple[str, str]:
-    parts = multiaddr.split("/")
-    if parts[1:2] == [] or parts[1] not in _FAMILIES or parts[3:4] != ["tcp"]:
-        return multiaddr, ""
+    place = host_and_port(multiaddr)
+    if place is None:
+        return multiaddr, "no address of TCP"
+    family = _FAMILIES[multiaddr.split("/")[1]]
     try:
         async with asyncio.timeout(seconds):
-            _, writer = await asyncio.open_connection(
-                parts[2], int(parts[4]), family=_FAMILIES[parts[1]]
-            )
+            _, writer = await asyncio.open_connection(*place, family=family)
     except TimeoutError:
         return multiaddr, f"no answer within {seconds:g} s"
     except OSError as error:
         # None for several addresses of one name, below zero for no such name.
         code = error.errno or 0
         return multiaddr, os.strerror(code) if code > 0 else str(error)
-    except (ValueError, IndexError, OverflowError) as error:
+    except (ValueError, OverflowError) as error:
         return multiaddr, str(error)
     drop(writer)
     return multiaddr, ""

@@ -23,10 +23,10 @@ Ends = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 def host_and_port(multiaddr: str) -> tuple[str, int] | None:
     """Of an address of TCP; None of others."""
-    parts = multiaddr.split("/")
-    if len(parts) < 5 or parts[1] not in ("ip4", "ip6", "dns", "dns4", "dns6") or parts[3] != "tcp":
-        return None
-    return (parts[2], int(parts[4])) if parts[4].isdecimal() else None
+    match multiaddr.split("/"):
+        case ["", "ip4" | "ip6" | "dns" | "dns4" | "dns6", host, "tcp", port] if port.isdecimal():
+            return host, int(port)
+    return None
 
 
 class Tunnels:

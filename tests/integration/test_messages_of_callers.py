@@ -1,0 +1,122 @@
+"""What callers send a coordinator costs it little: messages that nobody can read, and large ones."""
+
+import gc
+import logging
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+
+from coordinator.config import create_home
+from protocol.trust.credentials import Credentials
+from protocol.trust.pki import joining_name_in, server_name
+from protocol.wire.channel import MAX_MESSAGE_BYTES
+from protocol.wire.server import READ_BYTES_A_SECOND, ReadableMessages, WholeMessages
+from tests.integration.coordinator_scene import LOCAL, described, invite_from, joined, serving
+
+UNREADABLE = b"\xff\xff\xff"
+
+
+def raw(channel: grpc.aio.Channel, method: str) -> Any:
+    """A call that sends bytes as they are."""
+    return channel.unary_unary(method, request_serializer=None, response_deserializer=None)
+
+
+def channel_of(credentials: Credentials) -> grpc.aio.Channel:
+    return grpc.aio.secure_channel(
+        credentials.endpoint,
+        grpc.ssl_channel_credentials(
+            root_certificates=credentials.server_root_pem,
+            private_key=credentials.key_pem,
+            certificate_chain=credentials.leaf_pem,
+        ),
+        options=[("grpc.ssl_target_name_override", server_name(credentials.swarm_id))],
+    )
+
+
+async def code_of(call: Any, message: bytes) -> grpc.StatusCode:
+    with pytest.raises(grpc.aio.AioRpcError) as ended:
+        await call(message)
+    return ended.value.code()
+
+
+async def test_messages_that_nobody_can_read_end_their_calls_and_leave_nothing_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    home = create_home(tmp_path / "run", config=LOCAL, text=described)
+    async with serving(home) as coordinator:
+        options = [("grpc.ssl_target_name_override", joining_name_in(home.server_pem))]
+        async with grpc.aio.secure_channel(
+            f"127.0.0.1:{coordinator.enrolment_port}",
+            grpc.ssl_channel_credentials(home.server_pem),
+            options=options,
+        ) as channel:
+            for name in ("Enrol", "Challenge", "Renew"):
+                call = raw(channel, f"/atoll.v1.EnrolmentService/{name}")
+                assert await code_of(call, UNREADABLE) is grpc.StatusCode.INVALID_ARGUMENT
+        invite, _ = await invite_from(home)
+        member = await joined(invite, "node-a")
+        member_channel = channel_of(member.credentials)
+        call = raw(member_channel, "/atoll.v1.SessionService/Heartbeat")
+        assert await code_of(call, UNREADABLE) is grpc.StatusCode.INVALID_ARGUMENT
+        await member_channel.close()
+        await member.close()
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+class Request:
+    """One that can be seen to go."""
+
+
+@pytest.fixture
+def no_cycles_looked_for() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("no_cycles_looked_for")
+@pytest.mark.parametrize("interceptor", [WholeMessages(), ReadableMessages()])
+async def test_of_a_call_that_was_refused_nothing_stays(
+    interceptor: grpc.aio.ServerInterceptor,
+) -> None:
+    requests: list[weakref.ref[Request]] = []
+
+    def deserialized(message: bytes) -> Request:
+        request = Request()
+        requests.append(weakref.ref(request))
+        return request
+
+    async def refused(request: Request, context: Any) -> None:
+        try:
+            raise ValueError("no")
+        except ValueError:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "no")
+
+    server = grpc.aio.server(interceptors=[interceptor])
+    handler: Any = grpc.unary_unary_rpc_method_handler(refused, request_deserializer=deserialized)
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("s", {"Call": handler}),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        for _ in range(3):
+            assert await code_of(raw(channel, "/s/Call"), b"") is grpc.StatusCode.INVALID_ARGUMENT
+    await server.stop(None)
+    assert len(requests) == 3
+    assert not any(request() for request in requests)
+
+
+def test_a_member_that_sends_megabytes_waits_for_them_and_another_one_does_not() -> None:
+    messages = WholeMessages()
+    longest_seconds = MAX_MESSAGE_BYTES / READ_BYTES_A_SECOND
+    assert messages.wait_seconds("greedy", MAX_MESSAGE_BYTES, 100.0) == 0
+    assert messages.wait_seconds("greedy", MAX_MESSAGE_BYTES, 100.0) == 0
+    assert messages.wait_seconds("greedy", MAX_MESSAGE_BYTES, 100.0) == longest_seconds
+    assert messages.wait_seconds("greedy", 100, 100.0) == 2 * longest_seconds
+    assert messages.wait_seconds("honest", 100, 100.0) == 0
+    assert messages.wait_seconds("greedy", 100, 200.0) == 0
