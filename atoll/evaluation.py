@@ -16,7 +16,7 @@ from atoll.optimizers import Optimizers
 from atoll.running_statistics import RunningStatistics
 from atoll.weights import Place, Weights, tensors_of
 
-Evaluate = Callable[[], float | tuple[float, int]]
+Evaluate = Callable[[], float | tuple[float, int] | tuple[float, int, float]]
 
 SAME = 2**-6
 """How far weights may be from what they were after an optimizer has changed its mode and back, as a share."""
@@ -30,8 +30,8 @@ def evaluated(
     statistics: RunningStatistics,
     optimizers: Optimizers,
     values: Callable[[], Tensor],
-) -> tuple[float, int]:
-    """The loss of the global parameters, and on how many tokens it was measured.
+) -> tuple[float, int, float | None]:
+    """The loss of the global parameters, on how many tokens it was measured, and a figure beside it.
 
     The loop's own weights stay, and so do the modes of its modules: a function that calls `eval()` need not
     undo it. `values` are a few of some weights, for each pass. Raises SwarmError for what is no loss, and
@@ -146,18 +146,22 @@ def digest_of_function(function: Callable[..., Any] | None) -> str:
     return hashlib.blake2b("\n".join(lines).encode(), digest_size=4).hexdigest()
 
 
-def _evaluation_of(found: Any) -> tuple[float, int]:
-    """The held-out loss that a loop's function has returned, and its tokens. Raises SwarmError."""
+def _evaluation_of(found: Any) -> tuple[float, int, float | None]:
+    """The held-out loss that a loop's function has returned, its tokens and metric. Raises SwarmError."""
+    metric: float | None = None
     try:
-        loss, tokens = found if isinstance(found, tuple) else (found, 0)
+        loss, tokens, *more = found if isinstance(found, tuple) else (found, 0)
         loss, tokens = float(loss), int(tokens)
+        if more:
+            (metric,) = map(float, more)
     except (TypeError, ValueError, RuntimeError, OverflowError):
         loss = math.nan
     if not math.isfinite(loss) or tokens < 0:
         raise SwarmError(
             f"the function given as evaluate=… has returned {found!r}, and not a finite loss, or that and "
-            "how many tokens it was measured on",
+            "how many tokens it was measured on, or both and a metric",
             next_step="correct it; where the loss is no number on the global parameters, the run has "
             "diverged: lower the learning rate",
         )
-    return loss, tokens
+    # For people alone: an area under a curve may be no number of some samples, and nothing is lost.
+    return loss, tokens, metric if metric is not None and math.isfinite(metric) else None

@@ -301,6 +301,20 @@ async def test_an_average_that_is_left_in_the_model_ends_the_loop(tmp_path: Path
         await refused(one, train, "or an average that is left in the model", model=model)
 
 
+def test_an_embedding_with_sparse_gradients_trains_and_is_seen_to_learn() -> None:
+    model = nn.Embedding(8, 2, sparse=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    weights, optimizers = weights_beside(model, optimizer)
+    watch = Watch(model, places=places_of(model), optimizers=optimizers, ranks=Ranks.of(model))
+    watch.given(weights.bits(), None)
+    model(torch.tensor([3, 3])).sum().backward()
+    optimizer.step()
+    watch.took_a_step(is_first=True, counts=True)
+    watch.ends(1, weights.bits)
+    watch.close()
+    assert watch.has_moved and not watch.advice(follows=True)
+
+
 def test_optimizers_of_a_parameter_each_as_in_a_backward_pass_are_not_looked_at_one_by_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
