@@ -85,6 +85,19 @@ def test_gradients_in_a_state_are_no_copies_and_neither_is_the_parameter_itself(
     assert optimizers.find_copies(model.parameters()) == set()
 
 
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.NAdam, torch.optim.Adafactor])
+def test_the_count_of_steps_of_a_scalar_that_is_near_it_is_no_copy(
+    kind: Callable[..., Optimizer],
+) -> None:
+    """As beside the temperature of a contrastive loss: moving the count would spoil the optimizer's state."""
+    model = Small()
+    model.scale = nn.Parameter(torch.tensor(1.0))
+    optimizer = kind(model.parameters(), lr=1e-3)
+    take_steps(model, optimizer, 1)
+    assert optimizer.state[model.scale]["step"] == 1
+    assert Optimizers(optimizer).find_copies(model.parameters()) == set()
+
+
 async def rounds(one: Scene, count: int, steps: int = 3) -> None:
     for round in range(1, count + 1):
         await one.train(work(round, steps=steps))
