@@ -4,10 +4,13 @@ import gc
 import hashlib
 import inspect
 import math
-from collections.abc import Callable, Sequence
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -33,9 +36,9 @@ def evaluated(
 ) -> tuple[float, int, float | None]:
     """The loss of the global parameters, on how many tokens it was measured, and a figure beside it.
 
-    The loop's own weights stay, and so do the modes of its modules: a function that calls `eval()` need not
-    undo it. `values` are a few of some weights, for each pass. Raises SwarmError for what is no loss, and
-    ModelMismatchError for one of other weights.
+    The loop's own weights stay, and so do the modes of its modules and what it draws at random next: a
+    function that calls `eval()` need not undo it. `values` are a few of some weights, for each pass. Raises
+    SwarmError for what is no loss, and ModelMismatchError for one of other weights.
     """
     own = weights.aside()
     modes = [(module, module.training) for module in model.modules()]
@@ -60,7 +63,7 @@ def evaluated(
     looks = dict.fromkeys((model, *wrappers), look) | at_copies
     handles = [module.register_forward_pre_hook(each) for module, each in looks.items()]
     try:
-        with statistics.of_these_weights():
+        with statistics.of_these_weights(), _drawing_alike(model):
             found = evaluate()
         optimizers.evaluate()
         has_changed = differ(weights.few(), all_shown)
@@ -85,6 +88,31 @@ def evaluated(
             next_step="let it measure those, and an average of this loop's own between two steps",
         )
     return result
+
+
+@contextmanager
+def _drawing_alike(model: nn.Module) -> Iterator[None]:
+    """Within it what is drawn at random is the same each time and on all nodes, as a diffusion's noise.
+
+    After it the loop draws on as if there had been none: of a seed that the function has set itself, nodes
+    would train on the same samples from then on.
+    """
+    own = random.getstate(), np.random.get_state()
+    devices = {p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"}
+    with torch.random.fork_rng(devices=sorted(devices)):
+        try:
+            # No torch.manual_seed: it reaches devices that are not put back.
+            for each in (
+                torch.default_generator,
+                *map(torch.cuda.default_generators.__getitem__, devices),
+            ):
+                each.manual_seed(0)
+            random.seed(0)
+            np.random.seed(0)
+            yield
+        finally:
+            random.setstate(own[0])
+            np.random.set_state(own[1])
 
 
 class _Look:

@@ -2,10 +2,12 @@
 
 import copy
 import math
+import random
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -82,6 +84,34 @@ async def test_running_statistics_are_computed_for_the_global_parameters_and_for
         await one.island.adopt(0)
         await one.stops(thread)
         assert one.ended == [-1.0], "of those that the model ends with"
+
+
+async def test_an_evaluation_draws_alike_each_time_and_the_loop_draws_on_as_if_there_were_none(
+    tmp_path: Path,
+) -> None:
+    async with scene(tmp_path) as one:
+        seen: list[tuple[float, ...]] = []
+
+        def evaluate() -> float:
+            seen.append((torch.rand(()).item(), random.random(), np.random.rand()))
+            torch.manual_seed(5)  # as one does who wants the same noise each time
+            return 1.5
+
+        def train(swarm: atoll.Swarm) -> bool:
+            torch.manual_seed(7)
+            wanted = torch.rand(2)[1].item()
+            torch.manual_seed(7)
+            torch.rand(())
+            swarm.step(tokens=1)
+            return torch.rand(()).item() == wanted
+
+        thread = await one.joined(train, evaluate=evaluate)
+        await one.train(work(steps=1))
+        for _ in range(2):
+            await one.island.evaluate()
+        await one.stops(thread)
+        assert one.ended == [True]
+        assert len(seen) == 2 and seen[0] == seen[1]
 
 
 async def test_a_metric_that_is_no_number_is_left_out_and_the_loss_counts(tmp_path: Path) -> None:
