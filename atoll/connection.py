@@ -23,7 +23,7 @@ import torch
 
 from atoll.errors import ConnectionLostError, NoNodeError, SwarmError
 
-VERSION = 8
+VERSION = 9
 
 SOCKET_FILE = "loop.socket"
 HOME_VARIABLE = "ATOLL_DIR"

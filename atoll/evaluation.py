@@ -4,10 +4,13 @@ import gc
 import hashlib
 import inspect
 import math
-from collections.abc import Callable, Sequence
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -16,7 +19,7 @@ from atoll.optimizers import Optimizers
 from atoll.running_statistics import RunningStatistics
 from atoll.weights import Place, Weights, tensors_of
 
-Evaluate = Callable[[], float | tuple[float, int]]
+Evaluate = Callable[[], float | tuple[float, int] | tuple[float, int, float]]
 
 SAME = 2**-6
 """How far weights may be from what they were after an optimizer has changed its mode and back, as a share."""
@@ -30,12 +33,12 @@ def evaluated(
     statistics: RunningStatistics,
     optimizers: Optimizers,
     values: Callable[[], Tensor],
-) -> tuple[float, int]:
-    """The loss of the global parameters, and on how many tokens it was measured.
+) -> tuple[float, int, float | None]:
+    """The loss of the global parameters, on how many tokens it was measured, and a figure beside it.
 
-    The loop's own weights stay, and so do the modes of its modules: a function that calls `eval()` need not
-    undo it. `values` are a few of some weights, for each pass. Raises SwarmError for what is no loss, and
-    ModelMismatchError for one of other weights.
+    The loop's own weights stay, and so do the modes of its modules and what it draws at random next: a
+    function that calls `eval()` need not undo it. `values` are a few of some weights, for each pass. Raises
+    SwarmError for what is no loss, and ModelMismatchError for one of other weights.
     """
     own = weights.aside()
     modes = [(module, module.training) for module in model.modules()]
@@ -60,7 +63,7 @@ def evaluated(
     looks = dict.fromkeys((model, *wrappers), look) | at_copies
     handles = [module.register_forward_pre_hook(each) for module, each in looks.items()]
     try:
-        with statistics.of_these_weights():
+        with statistics.of_these_weights(), _drawing_alike(model):
             found = evaluate()
         optimizers.evaluate()
         has_changed = differ(weights.few(), all_shown)
@@ -85,6 +88,31 @@ def evaluated(
             next_step="let it measure those, and an average of this loop's own between two steps",
         )
     return result
+
+
+@contextmanager
+def _drawing_alike(model: nn.Module) -> Iterator[None]:
+    """Within it what is drawn at random is the same each time and on all nodes, as a diffusion's noise.
+
+    After it the loop draws on as if there had been none: of a seed that the function has set itself, nodes
+    would train on the same samples from then on.
+    """
+    own = random.getstate(), np.random.get_state()
+    devices = {p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"}
+    with torch.random.fork_rng(devices=sorted(devices)):
+        try:
+            # No torch.manual_seed: it reaches devices that are not put back.
+            for each in (
+                torch.default_generator,
+                *map(torch.cuda.default_generators.__getitem__, devices),
+            ):
+                each.manual_seed(0)
+            random.seed(0)
+            np.random.seed(0)
+            yield
+        finally:
+            random.setstate(own[0])
+            np.random.set_state(own[1])
 
 
 class _Look:
@@ -146,18 +174,22 @@ def digest_of_function(function: Callable[..., Any] | None) -> str:
     return hashlib.blake2b("\n".join(lines).encode(), digest_size=4).hexdigest()
 
 
-def _evaluation_of(found: Any) -> tuple[float, int]:
-    """The held-out loss that a loop's function has returned, and its tokens. Raises SwarmError."""
+def _evaluation_of(found: Any) -> tuple[float, int, float | None]:
+    """The held-out loss that a loop's function has returned, its tokens and metric. Raises SwarmError."""
+    metric: float | None = None
     try:
-        loss, tokens = found if isinstance(found, tuple) else (found, 0)
+        loss, tokens, *more = found if isinstance(found, tuple) else (found, 0)
         loss, tokens = float(loss), int(tokens)
+        if more:
+            (metric,) = map(float, more)
     except (TypeError, ValueError, RuntimeError, OverflowError):
         loss = math.nan
     if not math.isfinite(loss) or tokens < 0:
         raise SwarmError(
             f"the function given as evaluate=… has returned {found!r}, and not a finite loss, or that and "
-            "how many tokens it was measured on",
+            "how many tokens it was measured on, or both and a metric",
             next_step="correct it; where the loss is no number on the global parameters, the run has "
             "diverged: lower the learning rate",
         )
-    return loss, tokens
+    # For people alone: an area under a curve may be no number of some samples, and nothing is lost.
+    return loss, tokens, metric if metric is not None and math.isfinite(metric) else None

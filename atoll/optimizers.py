@@ -91,21 +91,29 @@ class Optimizers:
         They are near them when they are made, and may be far later: what was found once stays found.
         """
         between: dict[str, tuple[float, float]] = {}  # squares of distances, and of weights
+        others = set(_OF_GRADIENTS)
         for parameter in weights:
             here = few_of_all([parameter])
             for key, value in self._state_of(parameter):
-                if key not in _OF_GRADIENTS | self._copies:
+                # A count of steps, which a scalar's state has in the scalar's shape, is one of others too.
+                if value.shape != parameter.shape:
+                    others.add(key)
+                elif _is_apart(value, parameter) and key not in self._copies:
                     away, size = between.get(key, (0.0, 0.0))
                     # Some keep them in memory of the CPU.
                     away += float((few_of_all([value]).to(here.device) - here).square().sum())
                     between[key] = away, size + float(here.square().sum())
-        found = {key for key, (away, size) in between.items() if away < NEAR**2 * size}
+        found = {key for key, (away, size) in between.items() if away < NEAR**2 * size} - others
         self._copies |= found
         return found
 
     def copies_of(self, parameter: Tensor) -> list[Tensor]:
         """The copies of a parameter that are kept."""
-        return [value for key, value in self._state_of(parameter) if key in self._copies]
+        return [
+            value
+            for key, value in self._state_of(parameter)
+            if key in self._copies and _is_apart(value, parameter)
+        ]
 
     @property
     def have_modes(self) -> bool:
@@ -136,17 +144,10 @@ class Optimizers:
         return list(found.values())
 
     def _state_of(self, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """What has the parameter's shape, and is not the parameter itself, as after `p.data = kept`."""
         for each in self._all():
             state = each.state.get(parameter)
             for key, value in state.items() if isinstance(state, Mapping) else ():
-                if (
-                    isinstance(value, Tensor)
-                    and value.is_floating_point()
-                    and value.shape == parameter.shape
-                    and (kept := local_of(value)).shape == (own := local_of(parameter)).shape
-                    and kept.untyped_storage().data_ptr() != own.untyped_storage().data_ptr()
-                ):
+                if isinstance(value, Tensor):
                     yield str(key), value
 
     def _stepped(self) -> list[Tensor]:
@@ -160,6 +161,16 @@ class Optimizers:
                 )
             found += [parameter for group in each.param_groups for parameter in group["params"]]
         return found
+
+
+def _is_apart(value: Tensor, parameter: Tensor) -> bool:
+    """Whether it could be a copy of it, and is not the parameter itself, as after `p.data = kept`."""
+    return (
+        value.is_floating_point()
+        and value.shape == parameter.shape
+        and (kept := local_of(value)).shape == (own := local_of(parameter)).shape
+        and kept.untyped_storage().data_ptr() != own.untyped_storage().data_ptr()
+    )
 
 
 def _has_modes(optimizer: Any) -> bool:

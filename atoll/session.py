@@ -502,7 +502,7 @@ class Session:
             case "evaluate":
                 assert self._evaluate is not None and self._statistics is not None
                 assert self._watch is not None
-                loss, tokens = evaluated(
+                loss, tokens, metric = evaluated(
                     self._evaluate,
                     model=self._model,
                     weights=weights,
@@ -510,7 +510,8 @@ class Session:
                     optimizers=self._optimizers,
                     values=self._watch.values,
                 )
-                return {**done, "kind": "evaluated", "loss": loss, "tokens": tokens}
+                found = {"loss": loss, "tokens": tokens, "metric": metric}
+                return {**done, "kind": "evaluated", **found}
             case "goodbye" if order["is_over"]:
                 self.over = order["why"]
             case "goodbye":

@@ -358,8 +358,9 @@ def join(
     A node must run in `folder` (else $ATOLL_DIR, as for `atoll node start`) with `--loop`; one that is not
     there is waited for `wait_seconds`. With `invite` this program joins and starts the node itself, by
     the `atoll` that $ATOLL_PROGRAM or the PATH names, and ends it when it leaves. `evaluate` returns the
-    held-out loss in nats per token, or that and how many tokens it was measured on; it is called on all
-    ranks while the model holds the global parameters. Without it, other nodes evaluate.
+    held-out loss in nats per token, or (loss, tokens that it was measured on), or (loss, tokens, metric) with
+    an accuracy or the like; it is called on all ranks while the model holds the global parameters. Without
+    it, other nodes evaluate.
 
     `statistics` is for models with batch norm: a function that runs the model over some training batches,
     each rank over its own. Before `evaluate`, and at the end of the run, it is called, without gradients and

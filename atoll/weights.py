@@ -467,6 +467,8 @@ def few_of_all(tensors: Iterable[Tensor]) -> Tensor:
 
 def _few(tensor: Tensor) -> Tensor:
     local = local_of(tensor)
+    if local.is_sparse:  # a gradient of an embedding: of the rows that the batch looked up
+        local = local._values()
     if local.is_complex():
         local = torch.view_as_real(local)
     step = local.numel() // FEW + 1

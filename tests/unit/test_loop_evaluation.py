@@ -2,10 +2,12 @@
 
 import copy
 import math
+import random
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -13,6 +15,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import atoll
 from atoll.evaluation import digest_of_function
+from node.island.island import Evaluation
 from node.island.models.decoder_modules import Decoder
 from node.island.ranks.faults import LoopGoneError
 from tests.unit.loop_scene import (
@@ -28,9 +31,9 @@ async def test_a_loop_evaluates_the_global_parameters_by_its_own_function(tmp_pa
         model = Decoder(one.spec.decoder)
         seen = []
 
-        def evaluate() -> tuple[float, int]:
+        def evaluate() -> tuple[float, int, float]:
             seen.append(next(model.parameters()).flatten()[0].item())
-            return 1.5, 99
+            return 1.5, 99, 0.75
 
         def train(swarm: atoll.Swarm) -> float:
             with torch.no_grad():
@@ -44,7 +47,7 @@ async def test_a_loop_evaluates_the_global_parameters_by_its_own_function(tmp_pa
         assert able.evaluates_by == digest_of_function(evaluate) != ""
         await one.train(work(steps=1))
         evaluation = await one.island.evaluate()
-        assert evaluation is not None and (evaluation.loss, evaluation.tokens) == (1.5, 99)
+        assert evaluation == Evaluation(loss=1.5, tokens=99, metric=0.75)
         await one.stops(thread)
         assert (seen, one.ended) == ([0.5], [7.0]), "its own weights are back"
 
@@ -83,7 +86,47 @@ async def test_running_statistics_are_computed_for_the_global_parameters_and_for
         assert one.ended == [-1.0], "of those that the model ends with"
 
 
-@pytest.mark.parametrize("found", [math.nan, None, (1.0, -3), (1.0, 2, 3), torch.ones(2)])
+async def test_an_evaluation_draws_alike_each_time_and_the_loop_draws_on_as_if_there_were_none(
+    tmp_path: Path,
+) -> None:
+    async with scene(tmp_path) as one:
+        seen: list[tuple[float, ...]] = []
+
+        def evaluate() -> float:
+            seen.append((torch.rand(()).item(), random.random(), np.random.rand()))
+            torch.manual_seed(5)  # as one does who wants the same noise each time
+            return 1.5
+
+        def train(swarm: atoll.Swarm) -> bool:
+            torch.manual_seed(7)
+            wanted = torch.rand(2)[1].item()
+            torch.manual_seed(7)
+            torch.rand(())
+            swarm.step(tokens=1)
+            return torch.rand(()).item() == wanted
+
+        thread = await one.joined(train, evaluate=evaluate)
+        await one.train(work(steps=1))
+        for _ in range(2):
+            await one.island.evaluate()
+        await one.stops(thread)
+        assert one.ended == [True]
+        assert len(seen) == 2 and seen[0] == seen[1]
+
+
+async def test_a_metric_that_is_no_number_is_left_out_and_the_loss_counts(tmp_path: Path) -> None:
+    async with scene(tmp_path) as one:
+        thread = await one.joined(
+            lambda swarm: swarm.step(tokens=1), evaluate=lambda: (1.5, 99, math.nan)
+        )
+        await one.train(work(steps=1))
+        assert await one.island.evaluate() == Evaluation(loss=1.5, tokens=99)
+        await one.stops(thread)
+
+
+@pytest.mark.parametrize(
+    "found", [math.nan, None, (1.0, -3), (1.0, 2, 3, 4), (1.0, 2, "high"), torch.ones(2)]
+)
 async def test_an_evaluation_that_is_no_loss_ends_the_loop_with_what_it_was(
     tmp_path: Path, found: Any
 ) -> None:

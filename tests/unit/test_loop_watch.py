@@ -85,6 +85,19 @@ def test_gradients_in_a_state_are_no_copies_and_neither_is_the_parameter_itself(
     assert optimizers.find_copies(model.parameters()) == set()
 
 
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.NAdam, torch.optim.Adafactor])
+def test_the_count_of_steps_of_a_scalar_that_is_near_it_is_no_copy(
+    kind: Callable[..., Optimizer],
+) -> None:
+    """As beside the temperature of a contrastive loss: moving the count would spoil the optimizer's state."""
+    model = Small()
+    model.scale = nn.Parameter(torch.tensor(1.0))
+    optimizer = kind(model.parameters(), lr=1e-3)
+    take_steps(model, optimizer, 1)
+    assert optimizer.state[model.scale]["step"] == 1
+    assert Optimizers(optimizer).find_copies(model.parameters()) == set()
+
+
 async def rounds(one: Scene, count: int, steps: int = 3) -> None:
     for round in range(1, count + 1):
         await one.train(work(round, steps=steps))
@@ -299,6 +312,20 @@ async def test_an_average_that_is_left_in_the_model_ends_the_loop(tmp_path: Path
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
         train = stepping(model, optimizer, before=nothing, after=swap)
         await refused(one, train, "or an average that is left in the model", model=model)
+
+
+def test_an_embedding_with_sparse_gradients_trains_and_is_seen_to_learn() -> None:
+    model = nn.Embedding(8, 2, sparse=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    weights, optimizers = weights_beside(model, optimizer)
+    watch = Watch(model, places=places_of(model), optimizers=optimizers, ranks=Ranks.of(model))
+    watch.given(weights.bits(), None)
+    model(torch.tensor([3, 3])).sum().backward()
+    optimizer.step()
+    watch.took_a_step(is_first=True, counts=True)
+    watch.ends(1, weights.bits)
+    watch.close()
+    assert watch.has_moved and not watch.advice(follows=True)
 
 
 def test_optimizers_of_a_parameter_each_as_in_a_backward_pass_are_not_looked_at_one_by_one(

@@ -184,7 +184,7 @@ class LoopIsland(Island):
         answers = await self._carried_out(loop, {"kind": "evaluate"})
         first = answers[0]
         assert isinstance(first, Evaluated)
-        return Evaluation(loss=first.loss, tokens=first.tokens)
+        return Evaluation(loss=first.loss, tokens=first.tokens, metric=first.metric)
 
     # The loop's comings and goings
 

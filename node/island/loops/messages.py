@@ -33,7 +33,7 @@ from protocol.run.models import Layout, Section
 from protocol.run.run_spec import RunSpec
 from protocol.run.schedule import Schedule, share_of_peak
 
-VERSION = 8
+VERSION = 9
 
 MAX_LINE_BYTES = 1 << 20
 """Of what a loop says; the longest is a sentence. The welcome, the other way, names each tensor."""
@@ -110,6 +110,7 @@ class Evaluated(Section):
     number: Count
     loss: float  # nats per token
     tokens: Count
+    metric: float | None  # what the loop's own function measures beside the loss
 
 
 class Samples(Section):
