@@ -16,6 +16,7 @@ import grpc
 import grpc.aio
 
 from protocol.errors import PASSING, AtollError, SessionEndedError
+from protocol.service.limits import COMMAND_PROCESSES, require_processes
 from protocol.trust.credentials import Credentials
 from protocol.trust.handshake import Diagnosis
 from protocol.trust.pki import server_name
@@ -113,6 +114,7 @@ def open_channel(credentials: Credentials, counts: WireCounts | None = None) -> 
 
 def open_blocking_channel(credentials: Credentials) -> grpc.Channel:
     """The same without asyncio, for commands that ask one thing and end. Unary calls only."""
+    require_processes(COMMAND_PROCESSES, of="a question to the coordinator")
     channel = grpc.secure_channel(
         credentials.endpoint,
         _tls(credentials),
