@@ -36,7 +36,7 @@ from coordinator.journal import (
     log_stopping,
     log_transition,
 )
-from coordinator.ports import Ports, bind, require_files_for
+from coordinator.ports import Ports, bind, require_room_for
 from coordinator.presets.choosing import Plan
 from coordinator.presets.costly import costs_in_words
 from coordinator.relay.forwarding import refuse_beside_the_moved
@@ -490,7 +490,7 @@ def run_coordinator(
 
     `settled` is what this start has chosen for a preset, to be logged.
     """
-    require_files_for(config, min_nodes=home.run.run.min_nodes, is_carried=carriage is not None)
+    require_room_for(config, min_nodes=home.run.run.min_nodes, is_carried=carriage is not None)
     log = start_logging(as_json=log_json, folder=home.directory, process="coordinator")
     if settled is not None:
         log_settled(settled)

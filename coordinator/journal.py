@@ -376,7 +376,9 @@ def _commit(state: SwarmState, number: int) -> Iterator[News]:
                 node=name_of(state, node_id),
                 round=number,
                 slices=f"{told.num_left_out or told.num_clipped} of {told.num_contributions}",
-                why="they are much longer than is usual for their work, or most others point against them",
+                why="they are much longer than is usual for their work, or most others point against them"
+                if len(screened) > 1
+                else "they are longer than any training makes them",
             )
     missed = [
         node_id for node_id in training_in(closed.plan.assignments) if node_id not in screened

@@ -9,7 +9,7 @@ from coordinator.config import CoordinatorConfig, Home
 from coordinator.connections import Connections, Limits, most_connections
 from coordinator.relay.one_port import HERE, OnePort
 from protocol.errors import ConfigError
-from protocol.files.leftovers import allow_open_files, require_open_files
+from protocol.service.limits import allow_open_files, require_open_files, require_processes
 from protocol.trust.pki import joining_name_in, name_in, server_name
 from protocol.wire.server import (
     CONTROL_OPTIONS,
@@ -26,6 +26,9 @@ DASHBOARD_OPEN_FILES = 128
 OPEN_FILES_PER_NODE = 2
 """Sockets, the database and what gRPC takes for itself; the calls that pages answer at once and who watches;
 a node's connection, and the one after a break before the old one is given up."""
+
+PROCESSES = 16
+"""Threads on two cores: of gRPC, the database and the page."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +135,8 @@ def _files_for_connections(config: CoordinatorConfig, *, is_carried: bool) -> in
     return max(0, left) // _files_per_connection(config, is_carried=is_carried)
 
 
-def require_files_for(config: CoordinatorConfig, *, min_nodes: int, is_carried: bool) -> None:
-    """Raises SystemRefusedError where a run's nodes could not all be connected."""
+def require_room_for(config: CoordinatorConfig, *, min_nodes: int, is_carried: bool) -> None:
+    """Raises SystemRefusedError where threads are too few, or a run's nodes could not all be connected."""
+    require_processes(PROCESSES, of="the coordinator")
     for_nodes = OPEN_FILES_PER_NODE * _files_per_connection(config, is_carried=is_carried)
     require_open_files(_own_open_files(config) + for_nodes * min_nodes, of="the coordinator")

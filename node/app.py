@@ -25,7 +25,7 @@ from node.machine.hardware import (
     keep_freed_memory,
     likely_devices,
     look_around,
-    require_processes,
+    processes_for,
 )
 from node.machine.notices import heeding_notices
 from node.machine.placement import (
@@ -38,8 +38,9 @@ from node.outer_state import tell_leftovers
 from node.stopping import NotSavedError, StopSignals
 from protocol.errors import AtollError
 from protocol.files.durable import FolderLock
-from protocol.files.leftovers import require_open_files, temporary_directory
+from protocol.files.leftovers import temporary_directory
 from protocol.run.run_spec import RunSpec
+from protocol.service.limits import require_open_files, require_processes
 from protocol.service.notify import ServiceManager
 from protocol.trust.credentials import IDENTITY_FILE, Credentials
 from protocol.trust.identity import Identity
@@ -80,7 +81,7 @@ async def run_node(
     settings.require_interface()
     what = "the helper" if is_helper else "the node"
     require_open_files(OWN_OPEN_FILES + OPEN_FILES_PER_RANK * num_ranks, of=what)
-    require_processes(num_ranks, of=what)
+    require_processes(processes_for(num_ranks), of=what)
     temporary_directory(has_sockets=True)
     lock = FolderLock.take(
         folder,

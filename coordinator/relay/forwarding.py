@@ -19,7 +19,7 @@ from coordinator.relay.server import until_stopped
 from coordinator.relay.stream import CHUNK_BYTES, Connection, joined
 from coordinator.store import Store
 from protocol.errors import AtollError, NoInputError, SystemRefusedError, UsageError
-from protocol.files.leftovers import require_open_files
+from protocol.service.limits import require_open_files
 from protocol.terminal.console import say
 from protocol.terminal.logging import start_logging
 from protocol.trust.handshake import fetch_certificate

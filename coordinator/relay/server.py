@@ -22,8 +22,8 @@ from coordinator.relay.stream import CHUNK_BYTES, PING_SECONDS, Connection, Mess
 from coordinator.services.outside import TOKEN_BYTES, Listening, listen
 from protocol.errors import AtollError, ProtocolMismatchError, SystemRefusedError
 from protocol.files.durable import FolderLock, make_folder, write_atomically
-from protocol.files.leftovers import require_open_files
 from protocol.service.beside import beside
+from protocol.service.limits import require_open_files
 from protocol.service.notify import ServiceManager, stop_signals
 from protocol.terminal.console import printable, say
 from protocol.terminal.logging import keeping_the_end, start_logging

@@ -38,9 +38,9 @@ from node.machine.notices import NoAnswerError, cloud_here, service_of
 from node.machine.placement import num_ranks_of
 from protocol.errors import AtollError, SystemRefusedError
 from protocol.files.durable import LOCK_NAME, FolderLock, refusal_to_write
-from protocol.files.leftovers import require_open_files
 from protocol.run.models import layout_of
 from protocol.run.run_spec import RunSpec
+from protocol.service.limits import require_open_files
 from protocol.terminal import console
 from protocol.terminal.console import printable
 from protocol.terminal.logging import LOGS_FOLDER

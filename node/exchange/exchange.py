@@ -173,6 +173,16 @@ class Exchange:
         elif news.round > self.outer.round:
             self._early.append((asyncio.get_running_loop().time(), news))
 
+    async def _end_round(self, committed_round: int) -> None:
+        """Closes the round in flight, which the commit may be of, or an earlier one than that.
+
+        Then auditors ask what its results were made of, also where the commit came by the list.
+        """
+        if self._round is not None and self._round.state.plan.round <= committed_round:
+            async with self._lock:
+                await self.audits.keep(self._round.state)
+        await self._close_round()
+
     async def _close_round(self) -> None:
         """Ends the transfers of the round in flight; what is pending of it waits for the commit."""
         closing, self._round = self._round, None
@@ -199,18 +209,17 @@ class Exchange:
         """Brings the outer state to the commit's round, by results or, failing that, by a snapshot."""
         if self._round is not None and self._round.state.plan.round == commit.round:
             await self._round.complete(commit)
-            async with self._lock:
-                await self.audits.keep(self._round.state)
-        await self._close_round()
+        await self._end_round(commit.round)
         async with self._lock:
             await self._catch_up.to_commit(commit)
         self.spot_checks.note_applied()
 
     async def catch_up(self, round: int) -> None:
         """Brings the outer state to a committed round or a later one."""
-        await self._close_round()
+        await self._end_round(round)
         async with self._lock:
             await self._catch_up.to_round(round)
+        self.spot_checks.note_applied()
 
     async def refetch(self, round: int, digest: Digest) -> bool:
         """Replaces the outer state by that of a peer at this round or later.

@@ -34,7 +34,15 @@ from node.exchange.reduction import Sender, SliceResult
 from node.outer_state import Vector
 from protocol.run.models import Layout
 from protocol.wire.payload import CONTRIBUTION, Payload
-from protocol.wire.rounds import Commit, NodeId, Slice, SliceOutcome, contribution_digest
+from protocol.wire.rounds import (
+    WHOLE,
+    Commit,
+    NodeId,
+    Slice,
+    SliceOutcome,
+    contribution_digest,
+    training_in,
+)
 
 log = structlog.get_logger()
 
@@ -334,6 +342,7 @@ class Owing:
             outcome.digest is None for outcome in commit.slices
         )
         let_go = cut = 0.0
+        is_screened = False
         for outcome in commit.slices:
             span = self.layout.span_of(commit.fragment, outcome.start, outcome.num_elements)
             fate = fates[outcome.index]
@@ -343,7 +352,9 @@ class Owing:
             rounds = self._settle_residual(outcome, span, pending, fate)
             let_go += rounds * outcome.num_elements
             if fate is not _Fate.MISSED:
-                cut += (1 - outcome.factor_of(self.sender.node_id)) * outcome.num_elements
+                taken = outcome.factor_of(self.sender.node_id)
+                cut += (1 - taken) * outcome.num_elements
+                is_screened |= taken * WHOLE < outcome.factor
             own_tokens = _tokens_of(outcome, self.sender.node_id)
             reducer = reducers.get(outcome.index)
             if reducer is not None:
@@ -365,7 +376,8 @@ class Owing:
                 self._say_void(pending)
             self._say_let_go(let_go / size, round=commit.round, fragment=commit.fragment)
         if cut > 0:
-            self._say_cut(cut / self.layout.fragments[commit.fragment].num_elements, commit)
+            rounds = cut / self.layout.fragments[commit.fragment].num_elements
+            self._say_cut(rounds, commit, is_screened=is_screened)
         self._arrive_at(commit.round)
 
     def _fate_of(self, outcome: SliceOutcome, round: int, pending: Pending | None) -> _Fate:
@@ -453,17 +465,30 @@ class Owing:
                 by_this_process=float(f"{self.let_go_rounds:.3g}"),
             )
 
-    def _say_cut(self, rounds: float, commit: Commit) -> None:
+    def _say_cut(self, rounds: float, commit: Commit, *, is_screened: bool) -> None:
         self.let_go_rounds += rounds
+        if is_screened and training_in(commit.assignments) != (self.sender.node_id,):
+            far = (
+                "this node's work moves the weights more than twice as far as the others' does, or "
+                "against most of it"
+            )
+            next_step = (
+                "give this node the learning rate, the tokens of a step and the data that the others "
+                "have; a training loop sets its own rate, and swarm.learning_rate is the run's"
+            )
+        else:
+            far = "this round moves the weights further than a round may after those before it"
+            next_step = (
+                "nothing, if it passes; else ask the run owner to lower the learning rates by "
+                "'atoll run amend'"
+            )
         log.warning(
-            "this node's work moves the weights more than twice as far as the others' does, or against most "
-            "of it: the swarm has not taken all of it, and the rest is let go",
+            f"{far}: the swarm has not taken all of it, and the rest is let go",
             round=commit.round,
             fragment=commit.fragment,
             rounds_of_work=float(f"{rounds:.2g}"),
             by_this_process=float(f"{self.let_go_rounds:.3g}"),
-            next_step="give this node the learning rate, the tokens of a step and the data that the others "
-            "have; a training loop sets its own rate, and swarm.learning_rate is the run's",
+            next_step=next_step,
         )
 
     def _settle_taken(self, outcome: SliceOutcome, span: slice, encoded: Opened) -> None:

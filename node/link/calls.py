@@ -6,6 +6,7 @@ joining port. Calls in flight go on over the channel on which they began, the st
 
 Where the run owner has told that the coordinator moves, calls look for it at both addresses in turns: each
 that finds nobody has the next ones go to the other one. Once it has answered at the new one, only that stays.
+So they do where its name has led while it answered: a network whose names fail may reach it all the same.
 A node that starts, and finds nobody, asks the members that its folder names as well: it was off when the rest
 was told. A running one that is away for a while asks those that it is connected to: it may have been cut off.
 
@@ -20,6 +21,7 @@ import math
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -40,7 +42,7 @@ from protocol.run.run_files import run_from_json
 from protocol.run.run_spec import RunSpec
 from protocol.trust.credentials import Credentials
 from protocol.trust.enrolment import no_new_one, renew_by_identity, renewal_request, taken
-from protocol.trust.handshake import fetch_certificate
+from protocol.trust.handshake import addresses_of, fetch_certificate
 from protocol.trust.identity import Identity
 from protocol.trust.invite import InvitedBy, endpoint_of, named_members
 from protocol.trust.pki import pin_of
@@ -329,6 +331,9 @@ class RenewingCalls:
         self._counts = counts
         self._channel = open_channel(credentials, counts)
         self._stream_channel: grpc.aio.Channel | None = None  # of the messages, the last time
+        self._led_to: dict[str, tuple[str, ...]] = {}  # a name, when somebody answered there
+        self._is_by_address = False
+        self._noting: asyncio.Task[None] | None = None  # where the channel's name leads
         self._is_at_the_other = False  # than link.toml has first
         self._turn = asyncio.Lock()
         self._closing: set[asyncio.Task[None]] = set()
@@ -340,6 +345,7 @@ class RenewingCalls:
         for channel in {self._channel, self._stream_channel}:
             if channel is not None:
                 await channel.close()
+        self._end_noting()
         await asyncio.gather(*self._closing, return_exceptions=True)
 
     @property
@@ -355,9 +361,11 @@ class RenewingCalls:
 
     def _unary(self, method: str) -> Callable[[Any], Any]:
         async def call(request: Any) -> Any:
-            used = self._credentials
+            used, channel = self._credentials, self._channel
             try:
-                answer = await getattr(SessionServiceStub(self._channel), method)(request)
+                answer = await getattr(SessionServiceStub(channel), method)(request)
+                if channel is self._channel and self._noting is None:
+                    self._noting = asyncio.create_task(self._note_addresses())
                 if self._is_at_the_other and used is self._credentials:
                     self._found()
                 self._has_told_of_asking = False
@@ -373,8 +381,8 @@ class RenewingCalls:
                 log.info("the certificate was refused, and the identity has got a new one")
                 return answer
             except UnavailableError:
-                if used is self._credentials:
-                    self._look_at_the_other()
+                if channel is self._channel:
+                    self._look_further()
                 raise
 
         return call
@@ -451,9 +459,39 @@ class RenewingCalls:
 
     def _look_at_the_other(self) -> None:
         if self._credentials.elsewhere is not None:
+            self._is_by_address = False
             self._credentials = self._credentials.at_the_other
             self._is_at_the_other = not self._is_at_the_other
             self.reconnect()
+
+    def _look_further(self) -> None:
+        """Calls that find nobody go where the name has led before, and then to the other place, in turns."""
+        ours = self._credentials
+        before = self._led_to.get(ours.host, ())
+        if self._is_by_address:
+            self._led_to[ours.host] = (*before[1:], *before[:1])
+        self._is_by_address = not self._is_by_address and bool(before)
+        if self._is_by_address or ours.elsewhere is None:
+            self.reconnect()
+        else:
+            self._look_at_the_other()
+
+    async def _note_addresses(self) -> None:
+        """While the name leads somewhere. A proxy looks it up by itself."""
+        host, proxy = self._credentials.host, self._credentials.proxy
+        if not self._is_by_address and proxy is None:
+            found = await left_alone(partial(addresses_of, host))
+            self._led_to[host] = found or self._led_to.get(host, ())
+
+    def _end_noting(self) -> None:
+        if self._noting is not None:
+            self._noting.cancel()
+            self._noting = None
+
+    def _opened(self) -> grpc.aio.Channel:
+        self._end_noting()
+        address = self._led_to[self._credentials.host][0] if self._is_by_address else None
+        return open_channel(self._credentials, self._counts, address=address)
 
     def _found(self) -> None:
         """Somebody of ours has answered where the coordinator was to move to."""
@@ -494,13 +532,13 @@ class RenewingCalls:
     def _go_on_with(self, renewed: Credentials) -> None:
         renewed.save_renewed()
         before, self._credentials = self._channel, renewed
-        self._channel = open_channel(renewed, self._counts)
+        self._channel = self._opened()
         if before is not self._stream_channel:
             self._close(before)
 
     def reconnect(self) -> None:
         """Later calls go over a new connection. Those in flight may still be answered."""
-        before, self._channel = self._channel, open_channel(self._credentials, self._counts)
+        before, self._channel = self._channel, self._opened()
         if before is not self._stream_channel:
             self._close(before)
 

@@ -25,6 +25,7 @@ from protocol.errors import (
     UsageError,
 )
 from protocol.files.durable import FolderLock, expanded, make_folder
+from protocol.service.limits import COMMAND_PROCESSES, require_processes
 from protocol.terminal.query import StatusLink
 from protocol.trust.credentials import COORDINATOR_FILE, IDENTITY_FILE, LINK_FILE, Credentials
 from protocol.trust.identity import Identity
@@ -118,6 +119,7 @@ async def join(
     Where the invite's coordinator is not at its address, it looks `elsewhere`. A folder that belongs to
     another swarm, or to a member, is left as it is. Raises AtollError.
     """
+    require_processes(COMMAND_PROCESSES, of="joining")
     known = _known_to(folder)
     if known is not None:
         await asyncio.to_thread(_require_forgotten, known, folder, invite)

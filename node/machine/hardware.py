@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from node.island.ranks.devices import check_choice, free_bytes, processes_left
+from node.island.ranks.devices import check_choice, free_bytes
 from node.machine.gpus import Gpu, has_driver
-from protocol.errors import ConfigError, SystemRefusedError
+from protocol.errors import ConfigError
 
 _ASKING_SECONDS = 60.0  # a driver that has just been loaded takes some
 
@@ -126,15 +126,9 @@ PROCESSES_PER_RANK = 4
 """Processes and threads on two cores, gRPC's and p2pd's among them; more cores take more."""
 
 
-def require_processes(num_ranks: int, *, of: str, root: Path = Path("/")) -> None:
-    """Raises SystemRefusedError where there may not be enough: gRPC would abort this process, silently."""
-    needed, left = LEAST_PROCESSES + PROCESSES_PER_RANK * num_ranks, processes_left(root)
-    if left < needed:
-        raise SystemRefusedError(
-            f"{of} needs at least {needed} processes and threads, and {max(0, left)} more are allowed",
-            next_step="raise the limit: 'ulimit -u 1024', 'docker run --pids-limit 1024', or TasksMax=1024 "
-            "in a systemd unit",
-        )
+def processes_for(num_ranks: int) -> int:
+    """How many processes and threads a node, or a helper, needs."""
+    return LEAST_PROCESSES + PROCESSES_PER_RANK * num_ranks
 
 
 SETTINGS = Path("/proc/sys")

@@ -165,7 +165,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if refusal is not None and not {"--version", "--help", "-h"}.issuperset(asked):
         sys.exit(console.refuse(refusal))
     if refusal is None:
-        from protocol.files.leftovers import open_standard_files  # Windows has no such module
+        from protocol.service.limits import open_standard_files  # Windows has no such module
 
         open_standard_files()
     console.write_what_can_be_written()

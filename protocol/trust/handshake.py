@@ -62,7 +62,7 @@ def nothing_answers(host: str, port: int, error: OSError) -> UnavailableError:
     reason = (
         "no answer in time" if isinstance(error, TimeoutError) else error.strerror or str(error)
     )
-    endpoint, here = endpoint_of(host, port), _addresses_of(host, error)
+    endpoint, here = endpoint_of(host, port), _elsewhere_in_words(host, error)
     if here:
         endpoint += f", which is {here} here"
     next_step = NOT_STARTED
@@ -92,15 +92,18 @@ def nothing_answers(host: str, port: int, error: OSError) -> UnavailableError:
     return UnavailableError(f"no coordinator answers at {endpoint} ({reason})", next_step=next_step)
 
 
-def _addresses_of(host: str, error: OSError) -> str:
+def _elsewhere_in_words(host: str, error: OSError) -> str:
     """Where a name leads here, which may be elsewhere in a guest network; empty for addresses."""
-    if isinstance(error, socket.gaierror):
-        return ""
+    return "" if isinstance(error, socket.gaierror) else " and ".join(addresses_of(host)[:2])
+
+
+def addresses_of(host: str) -> tuple[str, ...]:
+    """Where a name leads here; none for an address, and where no name is looked up now. Blocks."""
     try:
         found = [str(one[4][0]) for one in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
     except OSError:
-        return ""
-    return " and ".join([one for one in dict.fromkeys(found) if one != host][:2])
+        return ()
+    return tuple(one for one in dict.fromkeys(found) if one != host)
 
 
 def proxy_in_words(url: str) -> str:

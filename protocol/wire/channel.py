@@ -16,8 +16,10 @@ import grpc
 import grpc.aio
 
 from protocol.errors import PASSING, AtollError, SessionEndedError
+from protocol.service.limits import COMMAND_PROCESSES, require_processes
 from protocol.trust.credentials import Credentials
 from protocol.trust.handshake import Diagnosis
+from protocol.trust.invite import endpoint_of
 from protocol.trust.pki import server_name
 from protocol.trust.proxy import Proxy
 from protocol.wire.payload import WireCounts
@@ -89,11 +91,14 @@ def channel_options(name: str, proxy: Proxy | None = None) -> list[tuple[str, An
     ]
 
 
-def open_channel(credentials: Credentials, counts: WireCounts | None = None) -> grpc.aio.Channel:
+def open_channel(
+    credentials: Credentials, counts: WireCounts | None = None, *, address: str | None = None
+) -> grpc.aio.Channel:
     """A channel to the coordinator for asyncio. Connects at the first call; close it when done.
 
     Every call raises AtollErrors. Unary calls have a deadline of DEADLINE_SECONDS unless they name
-    another; streams have none. Bytes are counted as "control" into `counts`.
+    another; streams have none. Bytes are counted as "control" into `counts`. With an `address` the name
+    is not looked up.
 
     A caller that stops reading a stream early must `cancel()` the call: gRPC's calls are reference cycles, so
     a `break` alone leaves the stream open until the garbage collector comes by.
@@ -101,7 +106,7 @@ def open_channel(credentials: Credentials, counts: WireCounts | None = None) -> 
     diagnosis = Diagnosis(credentials)
     traffic = _Traffic(WireCounts() if counts is None else counts)
     return grpc.aio.secure_channel(
-        credentials.endpoint,
+        endpoint_of(address or credentials.host, credentials.control_port),
         _tls(credentials),
         options=channel_options(server_name(credentials.swarm_id), credentials.proxy),
         interceptors=[
@@ -113,6 +118,7 @@ def open_channel(credentials: Credentials, counts: WireCounts | None = None) -> 
 
 def open_blocking_channel(credentials: Credentials) -> grpc.Channel:
     """The same without asyncio, for commands that ask one thing and end. Unary calls only."""
+    require_processes(COMMAND_PROCESSES, of="a question to the coordinator")
     channel = grpc.secure_channel(
         credentials.endpoint,
         _tls(credentials),

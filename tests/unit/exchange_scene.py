@@ -82,6 +82,7 @@ def outer_of(
     layout: Layout = LAYOUT,
     sent: SentLog | None = None,
     most_owed: float = MOST_OWED,
+    is_audited: bool = False,
 ) -> Outer:
     """A fresh replica. Its optimizer just subtracts the mean, so every change can be accounted for."""
     rules = OuterRules(
@@ -90,7 +91,8 @@ def outer_of(
         optimizer=Sgd(learning_rate=1.0),
         rate_scale=RateScale(scaling="none", full_round_samples=1),
         residual_decay=decay,
-        merging=Merging(is_screened=False),  # tests' values are no gradients of one run
+        # tests' values are no gradients of one run
+        merging=Merging(is_screened=False, is_audited=is_audited),
     )
     sender = Sender(run_digest=RUN, node_id=node_id)
     parameters = np.zeros(layout.num_elements, dtype=np.float32)
@@ -298,7 +300,11 @@ class Scene:
     """A swarm of exchanges."""
 
     def __init__(
-        self, codec: str = "fp32", folder: Path | None = None, most_owed: float = MOST_OWED
+        self,
+        codec: str = "fp32",
+        folder: Path | None = None,
+        most_owed: float = MOST_OWED,
+        is_audited: bool = False,
     ) -> None:
         self.network = MemoryNetwork()
         self.nodes: dict[NodeId, Node] = {}
@@ -306,6 +312,7 @@ class Scene:
         self.brought_after: list[int] = []
         self._codec = codec
         self._most_owed = most_owed
+        self._is_audited = is_audited
         self._folder = folder
 
     @classmethod
@@ -315,9 +322,10 @@ class Scene:
         codec: str = "fp32",
         folder: Path | None = None,
         most_owed: float = MOST_OWED,
+        is_audited: bool = False,
     ) -> "Scene":
         """With a folder each node has a disk there, and goes on from it when it is added again."""
-        scene = cls(codec, folder, most_owed)
+        scene = cls(codec, folder, most_owed, is_audited)
         for node_id in node_ids:
             await scene.add(node_id)
         return scene
@@ -338,6 +346,7 @@ class Scene:
             self._codec,
             sent=None if disk is None else disk.sent,
             most_owed=self._most_owed,
+            is_audited=self._is_audited,
         )
         if disk is not None:
             on_disk = disk.snapshots.load_newest(RUN, outer.layout_digest)

@@ -1,4 +1,4 @@
-"""Limits on open files, and closed standard files, met by real processes that start with them."""
+"""Limits on open files, threads, and closed standard files, met by real processes that start with them."""
 
 import os
 import resource
@@ -44,7 +44,7 @@ def test_the_soft_limit_is_raised_to_the_hard_one() -> None:
         64,
         200,
         "import resource\n"
-        "from protocol.files.leftovers import require_open_files\n"
+        "from protocol.service.limits import require_open_files\n"
         "print(require_open_files(200, of='a test'), resource.getrlimit(resource.RLIMIT_NOFILE))",
     )
     assert said == "200 (200, 200)\n"
@@ -54,7 +54,7 @@ def test_a_hard_limit_that_is_too_low_is_refused_with_the_numbers() -> None:
     said = limited(
         64,
         200,
-        "from protocol.files.leftovers import require_open_files\n"
+        "from protocol.service.limits import require_open_files\n"
         "from protocol.errors import SystemRefusedError\n"
         "try: require_open_files(201, of='the node')\n"
         "except SystemRefusedError as error: print(error)",
@@ -68,7 +68,7 @@ def test_no_file_takes_the_number_of_a_closed_standard_file(redirections: str) -
     ran = closed(
         redirections,
         "import os, sys\n"
-        "from protocol.files.leftovers import open_standard_files\n"
+        "from protocol.service.limits import open_standard_files\n"
         "open_standard_files()\n"
         "numbers = [stream.fileno() for stream in (sys.stdin, sys.stdout, sys.stderr)]\n"
         "print('to nobody', file=sys.stderr)\n"
@@ -99,3 +99,24 @@ def test_an_output_that_a_disk_has_no_room_for_is_told() -> None:
 def test_the_limit_of_this_process_is_left_alone() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     assert soft <= hard  # what the tests above set was set for other processes
+
+
+@pytest.mark.parametrize(
+    "arguments", [("coordinator", "start", "my-run"), ("status", "--dir", "my-run")]
+)
+def test_too_few_threads_are_told_before_grpc_aborts(
+    tmp_path: Path, arguments: tuple[str, ...]
+) -> None:
+    program = (
+        "import sys; from protocol.service import limits; from protocol.terminal.cli import main\n"
+        "try: main(['init', 'my-run', '--host', '127.0.0.1', '--advertise', '127.0.0.1'])\n"
+        "except SystemExit as made: assert not made.code\n"
+        "limits.processes_left = lambda root: 3\n"
+        f"main({list(arguments)})"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path, timeout=60
+    )
+    assert ran.returncode == 71, ran.stderr
+    assert "processes and threads, and 3 more are allowed" in ran.stderr
+    assert "'ulimit -u 1024'" in ran.stderr

@@ -16,6 +16,7 @@ from node.exchange.peers import (
     Admission,
     TransferRefusedError,
     WantChunk,
+    WantInput,
     WantManifest,
     WantResult,
 )
@@ -67,6 +68,32 @@ async def test_everyone_holds_the_same_results_and_applies_them_to_the_same_bits
         await node.exchange.apply(commit)
     assert len({node.outer.digest for node in scene.nodes.values()}) == 1
     assert asyncio.get_running_loop().time() == 1  # what was pushed is not waited for again
+    await scene.stop()
+
+
+@pytest.mark.parametrize("heard", ["as it comes", "by the list"])
+@in_virtual_time
+async def test_auditors_get_what_a_result_was_made_of_however_its_reducer_heard_of_the_commit(
+    heard: str,
+) -> None:
+    scene = await Scene.of(A, B, is_audited=True)
+    plan = await scene.open_round(1, A, B)
+    for node in scene.nodes.values():
+        await node.contribute(1.0)
+    await asyncio.sleep(1)
+    commit, exchange = scene.close_round(plan), scene.nodes[A].exchange
+    # With a restart of the coordinator behind it, a node that attaches last is told a number alone.
+    await (exchange.apply(commit) if heard == "as it comes" else exchange.catch_up(1))
+    assert scene.nodes[A].outer.round == 1
+    outcome = next(s for s, p in zip(commit.slices, plan.slices, strict=True) if p.reducer_id == A)
+    for contributor, digest in zip(outcome.contributors, outcome.contributions, strict=True):
+        want = WantInput(
+            round=1,
+            slice_index=outcome.index,
+            contributor_id=contributor.node_id,
+            digest=digest,
+        )
+        assert await exchange.supply(B, want) is not None, contributor.node_id
     await scene.stop()
 
 

@@ -18,9 +18,10 @@ from node.machine.hardware import (
     _of_answer,
     likely_devices,
     look_around,
-    require_processes,
+    processes_for,
 )
 from protocol.errors import ConfigError, SystemRefusedError
+from protocol.service.limits import require_processes
 
 GIB = 1 << 30
 TWO_GPUS = Hardware(
@@ -254,9 +255,9 @@ def test_a_container_of_too_few_processes_is_told_before_grpc_aborts_in_it(
     files = {f"{folder}/pids.max": "40", f"{folder}/pids.current": "17"}
     files |= {f"{folder}/one/pids.max": "max", f"{folder}/one/pids.current": "3"}
     root = machine(tmp_path, available_kib=1024, group=group, **files)
-    require_processes(0, of="the helper", root=root)
+    require_processes(processes_for(0), of="the helper", root=root)
     with pytest.raises(SystemRefusedError, match="at least 24 processes and threads, and 23 more"):
-        require_processes(1, of="the node", root=root)
+        require_processes(processes_for(1), of="the node", root=root)
 
 
 @pytest.mark.parametrize(("capabilities", "is_held"), [("0", True), ("1000000", False)])
@@ -272,12 +273,12 @@ def test_a_users_limit_counts_the_threads_of_all_its_processes_and_does_not_hold
         "proc/102/status": "Uid:\t8\t7\t7\t7\nThreads:\t900\n",  # another's
     }
     root = machine(tmp_path, available_kib=1024, group="0::/\n", **files)
-    require_processes(0, of="the helper", root=root)
+    require_processes(processes_for(0), of="the helper", root=root)
     if not is_held:
-        require_processes(64, of="the node", root=root)
+        require_processes(processes_for(64), of="the node", root=root)
         return
     with pytest.raises(SystemRefusedError, match="at least 24 processes and threads, and 23 more"):
-        require_processes(1, of="the node", root=root)
+        require_processes(processes_for(1), of="the node", root=root)
 
 
 @pytest.mark.parametrize("missing", ["Uid", "Threads"])
@@ -290,9 +291,11 @@ def test_a_sandbox_that_tells_less_of_processes_holds_nobody(tmp_path: Path, mis
     for process in ("self", "100"):
         (root / "proc" / process).mkdir(exist_ok=True)
         (root / "proc" / process / "status").write_bytes(told.encode("latin-1"))
-    require_processes(1, of="the node", root=root)
+    require_processes(processes_for(1), of="the node", root=root)
 
 
 def test_a_machine_that_limits_no_processes_has_enough(tmp_path: Path) -> None:
-    require_processes(64, of="the node", root=machine(tmp_path, available_kib=1, group="0::/\n"))
-    require_processes(64, of="the node", root=tmp_path / "without")
+    require_processes(
+        processes_for(64), of="the node", root=machine(tmp_path, available_kib=1, group="0::/\n")
+    )
+    require_processes(processes_for(64), of="the node", root=tmp_path / "without")

@@ -3,6 +3,7 @@
 import json
 from collections.abc import AsyncIterator
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,10 +11,13 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from structlog.testing import capture_logs
 
 from coordinator.services.session import SentMessages
-from node.link.calls import Attachment, CoordinatorLink, RunOver
-from protocol.errors import ConfigError, ProtocolMismatchError
+from node.link import calls
+from node.link.calls import Attachment, CoordinatorLink, RenewingCalls, RunOver
+from protocol.errors import ConfigError, ProtocolMismatchError, UnavailableError
 from protocol.run.amendments import amended
 from protocol.run.run_spec import RunSpec
+from protocol.trust.credentials import Credentials
+from protocol.trust.identity import Identity
 from protocol.trust.rulings import Ruling, RulingKind, SignedRuling
 from protocol.trust.signing import CommitSigner
 from protocol.v1 import session_pb2 as pb
@@ -42,6 +46,7 @@ from protocol.wire.messages import (
     message_to_wire,
     report_from_wire,
 )
+from protocol.wire.payload import WireCounts
 from protocol.wire.rounds import (
     Commit,
     ContributionDigest,
@@ -403,3 +408,66 @@ async def test_a_heartbeat_tells_what_keeps_uploads_from_going_faster_while_ther
     assert not nothing.HasField("upload_pace")
     assert upload_in_words(free.upload_pace) == "as fast as the network takes it"
     assert upload_in_words(limited.upload_pace) == "its owner's limit of 2 MB/s"
+
+
+class Channel:
+    """To the place that it was opened for."""
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+
+    async def close(self, _grace: float | None = None) -> None:
+        pass
+
+
+async def test_where_a_name_led_is_tried_in_turns_with_the_name_when_that_leads_nowhere(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    here, asked = {"train.example.org"}, []
+
+    class Reached(Stub):
+        def __init__(self, channel: Channel) -> None:
+            super().__init__()
+            self.where = channel.where
+
+        async def Heartbeat(self, request: Any) -> Any:  # noqa: N802
+            asked.append(self.where)
+            if self.where not in here:
+                raise UnavailableError("nobody answers", next_step="try again")
+            return pb.HeartbeatResponse()
+
+    monkeypatch.setattr(
+        calls, "open_channel", lambda ours, _counts, *, address=None: Channel(address or ours.host)
+    )
+    monkeypatch.setattr(calls, "SessionServiceStub", Reached)
+    monkeypatch.setattr(calls, "addresses_of", lambda host: ("2001:db8::1", "192.0.2.1"))
+    ours = Credentials(
+        swarm_id="s",
+        run_name="r",
+        host="train.example.org",
+        control_port=7700,
+        authority_pem=b"",
+        certificate_pem=b"",
+        key_pem=b"",
+        folder=tmp_path,
+    )
+    async with RenewingCalls(ours, Identity.generate(), WireCounts()) as link:
+        await link.Heartbeat(None)
+        assert link._noting is not None
+        await link._noting
+        here.clear()
+        here.add("192.0.2.1")
+        for _ in range(3):
+            with pytest.raises(UnavailableError):
+                await link.Heartbeat(None)
+        for _ in range(2):  # and stays where it is answered
+            await link.Heartbeat(None)
+    assert asked == [
+        "train.example.org",
+        "train.example.org",
+        "2001:db8::1",
+        "train.example.org",
+        "192.0.2.1",
+        "192.0.2.1",
+    ]
+    assert link.credentials.host == "train.example.org"

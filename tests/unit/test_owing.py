@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from structlog.testing import capture_logs
 
 from node.disk.history import SentLog
 from node.disk.snapshots import Owed
@@ -18,10 +19,12 @@ from protocol.run.models import Layout
 from protocol.wire.payload import Payload
 from protocol.wire.rounds import (
     BLOCK,
+    WHOLE,
     Commit,
     ContributionDigest,
     Contributor,
     Digest,
+    NodeId,
     SliceOutcome,
     contribution_digest,
 )
@@ -96,6 +99,27 @@ def state_of(outer: Outer) -> tuple[object, ...]:
 
 
 # What a commit names
+
+
+@pytest.mark.parametrize(
+    ("participants", "of_sender", "of_result", "speaks_of_others"),
+    [
+        ((A, B), WHOLE // 2, WHOLE, True),
+        ((A, B), WHOLE, WHOLE // 2, False),
+        ((A,), 0, WHOLE, False),
+    ],
+)
+def test_work_that_is_cut_is_compared_with_the_others_only_where_a_reducer_did_so(
+    participants: tuple[NodeId, ...], of_sender: int, of_result: int, speaks_of_others: bool
+) -> None:
+    outer, results = outer_of(A), results_of(outer_of(A))
+    commit = commit_naming(outer, results, contributed(outer, normal(0)))
+    slices = [replace(one, factors=(of_sender,), factor=of_result) for one in commit.slices]
+    plan = plan_for(*participants)
+    with capture_logs() as lines:
+        outer.apply(replace(commit, slices=tuple(slices), assignments=plan.assignments), results)
+    (told,) = [line["event"] for line in lines if "let go" in line["event"]]
+    assert ("others" in told) == speaks_of_others
 
 
 @pytest.mark.parametrize("is_pending", [True, False])

@@ -9,7 +9,6 @@ process that takes more is killed without a word.
 import os
 import re
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, get_args
 from node.island.parallel.auto_mesh import DeviceKind
 from node.island.ranks.aside import Aside
 from protocol.errors import ConfigError
+from protocol.service.limits import UNLIMITED, groups
 
 _GPUS: dict[DeviceKind, tuple[str, str]] = {
     "cuda": ("CUDA GPU", "nvidia-smi (rocm-smi for AMD's) and CUDA_VISIBLE_DEVICES"),
@@ -156,9 +156,6 @@ def _looked_up(choice: str, num_ranks: int | None) -> UsableDevices:
     return UsableDevices(names=names, bytes_per_rank=bytes_per_rank(names))
 
 
-_UNLIMITED = 1 << 60  # version 1 says "no limit" with a number of about this size
-
-
 def free_bytes(root: Path = Path("/")) -> int:
     """What the kernel can give without swapping, or what the tightest limit leaves."""
     available = _available_bytes((root / "proc/meminfo").read_text())
@@ -173,11 +170,11 @@ def _available_bytes(meminfo: str) -> int:
 
 def _left_by_limits(root: Path) -> Iterator[int]:
     """Of our own group and of all around it. Cached files count as used, and are given up at need."""
-    for folder, version in _groups(root, "memory"):
+    for folder, version in groups(root, "memory"):
         limit_name, usage_name, cache_name = _MEMORY_FILES[version]
         try:
             limit = (folder / limit_name).read_text().strip()
-            if not limit.isdecimal() or int(limit) >= _UNLIMITED:
+            if not limit.isdecimal() or int(limit) >= UNLIMITED:
                 continue
             used = int((folder / usage_name).read_text())
             stat = (folder / "memory.stat").read_text()
@@ -187,66 +184,8 @@ def _left_by_limits(root: Path) -> Iterator[int]:
         yield int(limit) - used + (int(cached[1]) if cached else 0)
 
 
-def processes_left(root: Path = Path("/")) -> int:
-    """How many more processes and threads are allowed; `_UNLIMITED` where nothing says."""
-    left = [_UNLIMITED, _left_to_the_user(root)]
-    for folder, _ in _groups(root, "pids"):
-        with suppress(OSError, ValueError):  # the root group has no limit, and others say "max"
-            limit = int((folder / "pids.max").read_text())
-            left.append(limit - int((folder / "pids.current").read_text()))
-    return min(left)
-
-
-_MAY_EXCEED = 1 << 24 | 1 << 21
-"""Who has CAP_SYS_RESOURCE or CAP_SYS_ADMIN is not held to the limit of its user."""
-
-
-def _left_to_the_user(root: Path) -> int:
-    """By 'ulimit -u', which counts the threads of all processes that a user has."""
-    limit, own = None, {}
-    with suppress(OSError):
-        limits = (root / "proc/self/limits").read_text()
-        limit = re.search(r"^Max processes +(\d+)", limits, flags=re.MULTILINE)
-        own = _status_of(root / "proc/self")
-    # Sandboxes such as gVisor leave lines out.
-    if limit is None or "Uid" not in own or int(own.get("CapEff", "0"), 16) & _MAY_EXCEED:
-        return _UNLIMITED
-    left = int(limit[1])
-    for process in (root / "proc").glob("[0-9]*"):
-        with suppress(OSError, KeyError):  # the former: it has ended
-            status = _status_of(process)
-            if status["Uid"].split()[0] == own["Uid"].split()[0]:
-                left -= int(status["Threads"])
-    return left
-
-
-def _status_of(process: Path) -> dict[str, str]:
-    lines = (process / "status").read_text(errors="replace").splitlines()  # a name may be any bytes
-    return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
-
-
 _MEMORY_FILES = {
     1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     2: ("memory.max", "memory.current", "inactive_file"),
 }
 """By the version of control groups: limit, usage, and the cache in memory.stat."""
-
-
-def _groups(root: Path, controller: str) -> Iterator[tuple[Path, int]]:
-    """Folders of our groups and of all around them, each with its version of control groups."""
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        number, controllers, path = line.split(":", 2)
-        if number == "0" and not controllers:
-            top, version = root / "sys/fs/cgroup", 2
-        elif controller in controllers.split(","):
-            top, version = root / "sys/fs/cgroup" / controller, 1
-        else:
-            continue
-        folder = top / path.lstrip("/")
-        while folder != top.parent:
-            yield folder, version
-            folder = folder.parent
