@@ -4,9 +4,10 @@ import asyncio
 import os
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, TypeVar
 
 import click
 
@@ -25,6 +26,8 @@ from protocol.terminal.lazy_group import WholeGroup
 from protocol.trust.credentials import Credentials, find_home
 from protocol.trust.pki import Role
 
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+
 DIRECTORY = click.option(
     "--dir",
     "folder",
@@ -32,29 +35,36 @@ DIRECTORY = click.option(
     help="The node's folder. Default: $ATOLL_DIR, or the one in your home.",
 )
 
-LISTEN = click.option("--listen", help="Address that peers connect to.")
-PORT = click.option("--port", type=int, help="Port that peers connect to; 0 picks a free one.")
-ANNOUNCE = click.option("--announce", help="Host to tell peers, when a router forwards the port.")
-INTERFACE = click.option(
-    "--interface", metavar="NAME", help="Interface whose addresses peers are told, as eth1."
+_STAYING = (
+    click.option("--listen", help="Address that peers connect to."),
+    click.option("--port", type=int, help="Port that peers connect to; 0 picks a free one."),
+    click.option("--announce", help="Host to tell peers, when a router forwards the port."),
+    click.option(
+        "--interface", metavar="NAME", help="Interface whose addresses peers are told, as eth1."
+    ),
+    click.option("--max-upload", help="Most that transfers upload together: 10mbit, 1.25MB/s."),
+    click.option("--metrics", metavar="HOST:PORT", help="Serve its own /metrics there."),
+    click.option(
+        "--drain-within",
+        metavar="TIME",
+        callback=as_seconds,
+        help="How long it may stay when it is stopped, to leave with its work: 30s, 5m; 0 for not at all.",
+    ),
+    click.option(
+        "--wait/--no-wait",
+        "waits",
+        default=True,
+        help="Wait for a coordinator that does not answer yet, or end with 69. Default: wait.",
+    ),
+    click.option("--log-json", is_flag=True, help="Log one JSON object a line."),
 )
-MAX_UPLOAD = click.option(
-    "--max-upload", help="Most that transfers upload together: 10mbit, 1.25MB/s."
-)
-METRICS = click.option("--metrics", metavar="HOST:PORT", help="Serve its own /metrics there.")
-DRAIN_WITHIN = click.option(
-    "--drain-within",
-    metavar="TIME",
-    callback=as_seconds,
-    help="How long it may stay when it is stopped, to leave with its work: 30s, 5m; 0 for not at all.",
-)
-WAIT = click.option(
-    "--wait/--no-wait",
-    "waits",
-    default=True,
-    help="Wait for a coordinator that does not answer yet, or end with 69. Default: wait.",
-)
-LOG_JSON = click.option("--log-json", is_flag=True, help="Log one JSON object a line.")
+
+
+def _staying(command: _Command) -> _Command:
+    """With the options of what stays until the run is finished."""
+    for option in reversed(_STAYING):
+        command = option(command)
+    return command
 
 
 @click.group(cls=WholeGroup)
@@ -97,15 +107,7 @@ def node() -> None:
 )
 @click.option("--code", help="The folder that has the functions of the run.")
 @click.option("--base", help="The transformers folder of the model that the run adapts.")
-@LISTEN
-@PORT
-@ANNOUNCE
-@INTERFACE
-@MAX_UPLOAD
-@METRICS
-@DRAIN_WITHIN
-@WAIT
-@LOG_JSON
+@_staying
 def start(
     folder: Path | None,
     waits: bool,
@@ -169,15 +171,7 @@ def helper() -> None:
 @DIRECTORY
 @click.option("--name", help="What people call this helper, instead of the name in node.toml.")
 @click.option("--until-stdin-closes", "ends_with_stdin", is_flag=True, hidden=True)
-@LISTEN
-@PORT
-@ANNOUNCE
-@INTERFACE
-@MAX_UPLOAD
-@METRICS
-@DRAIN_WITHIN
-@WAIT
-@LOG_JSON
+@_staying
 def start_helper(
     folder: Path | None,
     waits: bool,

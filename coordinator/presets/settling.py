@@ -341,6 +341,30 @@ def _situation(
         keys.inner_step, origin=f"{origin}: [exchange] inner_step", may_be_zero=False
     )
     down, up = link_of(keys.link, origin=f"{origin}: [exchange] link")
+    total_steps = _total_steps(keys, spec, given, origin=origin)
+    return Situation(
+        num_parameters=spec.num_parameters,
+        num_layers=spec.num_layers,
+        num_nodes=num_nodes,
+        down_bits_per_second=down,
+        up_bits_per_second=up,
+        round_trip_seconds=span_of(
+            keys.round_trip, origin=f"{origin}: [exchange] round_trip", may_be_zero=True
+        ),
+        seconds_per_inner_step=step_seconds,
+        total_steps=total_steps,
+        batch=spec.inner.batch,
+        congestion_control=keys.congestion,
+        inner_optimizer=spec.inner.optimizer,
+        has_weights=spec.goes_on_with_weights,
+        flops_per_second=6.0 * spec.num_parameters * spec.tokens_per_inner_step / step_seconds,
+    )
+
+
+def _total_steps(
+    keys: PresetKeys, spec: RunSpec, given: Mapping[Place, object], *, origin: str
+) -> int:
+    """Inner steps of the whole run; raises ConfigError where the file says two different things of them."""
     told = spec.run.rounds * spec.inner.steps
     if (
         keys.total_steps not in (None, told)
@@ -361,23 +385,7 @@ def _situation(
             f"{keys.total_steps}, and a round takes one inner step at least",
             next_step="write fewer rounds or more total_steps, or leave one of them out",
         )
-    return Situation(
-        num_parameters=spec.num_parameters,
-        num_layers=spec.num_layers,
-        num_nodes=num_nodes,
-        down_bits_per_second=down,
-        up_bits_per_second=up,
-        round_trip_seconds=span_of(
-            keys.round_trip, origin=f"{origin}: [exchange] round_trip", may_be_zero=True
-        ),
-        seconds_per_inner_step=step_seconds,
-        total_steps=keys.total_steps or told,
-        batch=spec.inner.batch,
-        congestion_control=keys.congestion,
-        inner_optimizer=spec.inner.optimizer,
-        has_weights=spec.goes_on_with_weights,
-        flops_per_second=6.0 * spec.num_parameters * spec.tokens_per_inner_step / step_seconds,
-    )
+    return keys.total_steps or told
 
 
 def _given(tables: Mapping[str, Any]) -> dict[Place, object]:

@@ -120,6 +120,14 @@ def rounds(
     if not answer.rounds:
         click.echo("no round has closed yet; 'atoll status' says what the run waits for")
         return
+    _print_rows(answer.rounds, run, held_out)
+
+
+def _print_rows(
+    closed_rounds: Sequence["pb.RoundSummary"],
+    run: "pb.RunStatus",
+    held_out: Mapping[int, "pb.HeldOutLoss"],
+) -> None:
     from protocol.terminal.node_words import counted_in_words
     from protocol.terminal.status_words import ledger_bytes, screened_in_words
     from protocol.wire.vitals import loss_in_words
@@ -139,7 +147,7 @@ def rounds(
             screened_in_words(closed),
             closed.reason,
         )
-        for closed in answer.rounds
+        for closed in closed_rounds
     ]
     columns = (
         *("round", "nodes", "slices", counted, "sent", "took", "loss", "held-out", "digest"),

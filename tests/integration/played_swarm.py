@@ -38,8 +38,9 @@ class Played:
 class PlayedNode:
     """Takes part until it is stopped."""
 
-    def __init__(self, node: FakeNode, play: Played, *, pace: float = 1.0) -> None:
-        self.node, self.play, self.pace = node, play, pace
+    def __init__(self, node: FakeNode, play: Played) -> None:
+        self.node, self.play = node, play
+        self.pace = 1.0  # seconds that it takes, in usual ones
         self._round, self._digest = 0, START
         self._doing, self._waits, self._step = "waiting", "", 0
         self._tasks: list[asyncio.Task[None]] = []

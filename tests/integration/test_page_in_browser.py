@@ -79,11 +79,9 @@ async def browser() -> AsyncIterator["Browser"]:
 
 
 @asynccontextmanager
-async def page_of(
-    opened: "Browser", port: int, width: int = 1200
-) -> AsyncIterator[tuple["Page", list[str]]]:
+async def page_of(opened: "Browser", port: int) -> AsyncIterator[tuple["Page", list[str]]]:
     """A page, and what its console says against it; then it has to have said nothing."""
-    page = await opened.new_page(viewport={"width": width, "height": 900})
+    page = await opened.new_page(viewport={"width": 1200, "height": 900})
     page.set_default_timeout(1000 * PATIENCE_SECONDS)
     complaints: list[str] = []
     page.on("pageerror", lambda error: complaints.append(str(error)))

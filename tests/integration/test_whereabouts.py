@@ -30,11 +30,11 @@ def at(host: str, enrolment_port: int = 7701, control_port: int = 7700) -> Addre
 OLD, NEW = at("old.example.org"), at("new.example.org")
 
 
-def invite_of(*members: InvitedBy, pin: bytes = PIN) -> Invite:
+def invite_of(*members: InvitedBy) -> Invite:
     return Invite(
         host="old.example.org",
         port=7701,
-        pin=pin,
+        pin=PIN,
         invite_id="k3v9",
         secret=bytes(32),
         members=members,

@@ -25,13 +25,13 @@ from tests.unit.work_scene import inner_work
 ONE_RANK = MeshShape()
 
 
-def small_spec(learning_rate: float = 1e-2, batch: int = 4) -> RunSpec:
+def small_spec(batch: int = 4) -> RunSpec:
     return RunSpec(
         model=DecoderModel(
             hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=1, ffn_size=24, context=16
         ),
         data=DataSection(source="text", paths=("*.txt",), held_out=0.2),
-        inner=InnerSection(batch=batch, learning_rate=learning_rate, schedule="constant"),
+        inner=InnerSection(batch=batch, learning_rate=1e-2, schedule="constant"),
         evaluation=EvaluationSection(samples=7),
     )
 

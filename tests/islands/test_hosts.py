@@ -99,11 +99,11 @@ async def following(
 
 @contextlib.asynccontextmanager
 async def open_desk(
-    folder: Path, *, version: str = VERSION
+    folder: Path,
 ) -> AsyncIterator[tuple[HostDesk, Path]]:
     """A desk on loopback, and the file with its token."""
     key = LeaderKey.of_folder(folder)
-    desk = HostDesk(key=key, version=version, device_kind="cpu")
+    desk = HostDesk(key=key, version=VERSION, device_kind="cpu")
     port = await desk.open("127.0.0.1", 0)
     try:
         yield desk, key.write_token(folder, "127.0.0.1", port)

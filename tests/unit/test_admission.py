@@ -53,9 +53,9 @@ def body_of(payload: Payload) -> PayloadCame:
     return PayloadCame(sender=payload.header.sender_id, payload=payload, admitted_in=0)
 
 
-def came(state: RoundState, *payloads: Payload, at: float = 1.0) -> RoundState:
+def came(state: RoundState, *payloads: Payload) -> RoundState:
     for payload in payloads:
-        transition = step(state, body_of(payload), at)
+        transition = step(state, body_of(payload), 1.0)
         assert not transition.refusal
         state = transition.state
     return state

@@ -63,12 +63,10 @@ def status_of(spec: RunSpec, *, mbit: float, steps_per_second: float = 2.0) -> p
     return pb.GetStatusResponse(run=run, nodes=[node] * 3)
 
 
-def rounds_of(seconds: float, *, newest: int = 1000, count: int = 12) -> list[pb.RoundSummary]:
+def rounds_of(seconds: float) -> list[pb.RoundSummary]:
     return [
-        pb.RoundSummary(
-            round=newest - i, seconds=seconds, num_committed_slices=3, num_participants=3
-        )
-        for i in range(count)
+        pb.RoundSummary(round=1000 - i, seconds=seconds, num_committed_slices=3, num_participants=3)
+        for i in range(12)
     ]
 
 

@@ -28,11 +28,11 @@ A, B = NodeId("a"), NodeId("b")
 class CountedScene(Scene):
     """A scene of which a file counts what nodes give."""
 
-    def __init__(self, path: Path, *, min_nodes: int = 2) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
         self.closed: list[ClosedRound] = []  # as the database keeps them, newest first
         self.start()
-        super().__init__(min_nodes=min_nodes)
+        super().__init__(min_nodes=2)
 
     def start(self) -> None:
         self.file = GivenFile(

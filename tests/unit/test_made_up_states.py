@@ -25,12 +25,12 @@ async def two_rounds(folder: Path | None) -> Scene:
     return scene
 
 
-def made_up_by(scene: Scene, *liars: NodeId, by: float = 7) -> Digest:
+def made_up_by(scene: Scene, *liars: NodeId) -> Digest:
     """The liars hold another state of the newest round, and have the swarm agree on it."""
     for node_id in liars:
         outer = scene.nodes[node_id].outer
         snapshot = outer.snapshot()
-        moved = replace(snapshot, parameters=snapshot.parameters + np.float32(by))
+        moved = replace(snapshot, parameters=snapshot.parameters + np.float32(7))
         outer.restore(moved, outer.owed())
     digest = scene.nodes[liars[0]].outer.digest
     if scene.commits:

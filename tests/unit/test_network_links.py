@@ -146,9 +146,9 @@ def test_jitter_delays_by_no_more_than_it_says_and_nothing_overtakes() -> None:
     assert sorted(arrival.at for arrival in arrived) == [arrival.at for arrival in arrived]
 
 
-def lost(link: Link, *, seed: int, num_packets: int = 2000) -> list[bool]:
+def lost(link: Link, *, seed: int) -> list[bool]:
     wire = pipe(link, seed=seed)
-    for _ in range(num_packets):
+    for _ in range(2000):
         wire.offer(packet(20), 0.0)
     return [arrival.is_lost for arrival in wire.arrivals(1e9)]
 

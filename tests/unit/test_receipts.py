@@ -59,8 +59,8 @@ def contribution(by: Identity = LEFT, body: bytes = b"work", **changes: object) 
     return payload(CONTRIBUTION, by, body, **{"samples": 1, "tokens": 1, **changes}).header
 
 
-def receipt(by: Identity = REDUCER, *, attempt: int = 0, process_id: int = PROCESS) -> Receipt:
-    return Receipt.of(contribution(), attempt=attempt, process_id=process_id).signed(by)
+def receipt(by: Identity = REDUCER, *, attempt: int = 0) -> Receipt:
+    return Receipt.of(contribution(), attempt=attempt, process_id=PROCESS).signed(by)
 
 
 def report(*named: PayloadHeader, factors: tuple[int, ...] = (), **changes: object) -> Reduced:

@@ -31,12 +31,12 @@ def report_of(
     )
 
 
-def times_after(report: InnerReport | None, *, adopt_seconds: float = 0.5) -> RoundTimes:
+def times_after(report: InnerReport | None) -> RoundTimes:
     times = RoundTimes()
     times.begin(100.0, exchange_seconds=50.0)  # it has downloaded the state before
     if report is not None:
         times.trained(report)
-    times.adopted(adopt_seconds)
+    times.adopted(0.5)
     return times
 
 

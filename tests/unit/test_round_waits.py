@@ -47,9 +47,9 @@ def awaiting(less: dict[NodeId, Awaited], *ways: Way) -> RoundState:
     return after(state, (2.0, contribution(A)), (8.0, contribution(B)))
 
 
-def collecting_for(*senders: NodeId, at: float, until: float = 3600.0) -> RoundState:
+def collecting_for(*senders: NodeId, at: float) -> RoundState:
     """A round in which these contribute to A's slice at the same time."""
-    plan = replace(plan_for(*NODES), contribute_seconds=until, commit_seconds=until + 10)
+    plan = replace(plan_for(*NODES), contribute_seconds=3600, commit_seconds=3610)
     return after(begun(plan), *((at, contribution(sender)) for sender in senders))
 
 

@@ -65,8 +65,8 @@ class Scene:
                 case Fail(error=error):
                     self.failed.append(error)
 
-    def accept(self, body: OutgoingBody, held_map: bytes = b"") -> None:
-        self.do(self.sender.accepted(body, held_map, now=self.now))
+    def accept(self, body: OutgoingBody) -> None:
+        self.do(self.sender.accepted(body, b"", now=self.now))
 
     def answer(self, stream: PartStream) -> SentPart:
         """The next part of a stream is there."""

@@ -65,10 +65,10 @@ def give_work(scene: Scene, names: str) -> None:
     scene.state = replace(scene.state, members=members)
 
 
-def sits_out(scene: Scene, name: str = WRONG) -> bool:
+def sits_out(scene: Scene) -> bool:
     """Whether the round that is open now counts on it, which is ready."""
-    assert scene.member(name).state is MemberState.READY
-    return name not in [a.node_id for a in scene.round.assignments]
+    assert scene.member(WRONG).state is MemberState.READY
+    return WRONG not in [a.node_id for a in scene.round.assignments]
 
 
 def test_whom_most_reducers_leave_out_round_after_round_sits_out_and_it_is_said() -> None:

@@ -60,11 +60,11 @@ def apart(scene: Scene, a: tuple[str, ...] = A, b: tuple[str, ...] = B) -> None:
     beat(scene, "b", "a", outside=b)
 
 
-def num_tries(scene: Scene, *, seconds: float, every: float = 5.0) -> int:
+def num_tries(scene: Scene, *, seconds: float) -> int:
     """How often the pair is told, while it stays apart."""
     num = 0
-    for _ in range(int(seconds / every)):
-        scene.now += every
+    for _ in range(int(seconds / 5)):
+        scene.now += 5
         apart(scene)
         num += len(told(scene)) // 2
     return num

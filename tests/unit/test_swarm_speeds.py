@@ -171,9 +171,9 @@ def test_a_report_of_more_inner_steps_than_were_asked_for_changes_nothing() -> N
     assert scene.state == before
 
 
-def sharing(*names: str, round_steps: int = 12, has_overlap: bool = False) -> Scene:
+def sharing(*names: str, round_steps: int = 12) -> Scene:
     """Nodes that share the inner steps of a round."""
-    scene = Scene(round_steps=round_steps, has_overlap=has_overlap)
+    scene = Scene(round_steps=round_steps)
     scene.attach(*names)
     return scene
 

@@ -522,9 +522,9 @@ def test_a_test_goes_on_where_it_was_when_the_coordinator_comes_back_from_its_da
     assert rounds == rounds_until_convicted(scene_of(*NAMES), freeloading("c"), *NAMES)
 
 
-def signed_by(identity: Identity, about: str = "c", run: bytes = b"r" * 32) -> SpotChecked:
-    found = SpotChecked(contributor_id=NodeId(about), num_samples=40, gap=0.0, score=-1.0)
-    return found.signed(identity, run_digest=run, round=3)
+def signed_by(identity: Identity) -> SpotChecked:
+    found = SpotChecked(contributor_id=NodeId("c"), num_samples=40, gap=0.0, score=-1.0)
+    return found.signed(identity, run_digest=b"r" * 32, round=3)
 
 
 def test_signed_checks_are_evidence_about_the_member_that_they_are_of() -> None:

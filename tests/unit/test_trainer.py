@@ -1,7 +1,6 @@
 """One rank's inner steps: what they take, when they stop, and that they repeat."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -31,6 +30,7 @@ from protocol.run.models import DecoderModel, layout_of
 from protocol.run.run_spec import DataSection, EvaluationSection, InnerSection, RunSection, RunSpec
 from protocol.run.schedule import Position, share_of_peak
 from tests.tiny_runs import run_of
+from tests.unit.work_scene import inner_work
 
 MODEL = DecoderModel(
     hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=1, ffn_size=24, context=16
@@ -81,30 +81,6 @@ def trainer_of(
     return trainer
 
 
-def work_of(
-    inner_steps: int = 5,
-    num_samples: int = 10**6,
-    first_sample: int = 0,
-    token_clock: int = 0,
-    max_seconds: float = 1e9,
-    num_participants: int = 1,
-    round: int = 1,
-    round_tokens: int = 0,
-    steps_before: int = 0,
-) -> InnerWork:
-    return InnerWork(
-        round=round,
-        inner_steps=inner_steps,
-        first_sample=first_sample,
-        num_samples=num_samples,
-        token_clock=token_clock,
-        round_tokens=round_tokens,
-        max_seconds=max_seconds,
-        num_participants=num_participants,
-        steps_before=steps_before,
-    )
-
-
 def ignore(progress: Progress) -> None:
     pass
 
@@ -127,8 +103,8 @@ def test_training_learns_and_repeats_to_the_bit(corpus: Corpus, optimizer: str) 
     spec = with_inner(optimizer=optimizer)
     first, second = trainer_of(corpus, spec), trainer_of(corpus, spec)
     before = first.evaluate()
-    report = first.train(work_of(40), ignore)
-    second.train(work_of(40), ignore)
+    report = first.train(inner_work(40), ignore)
+    second.train(inner_work(40), ignore)
     assert (report.inner_steps, report.tokens) == (40, 40 * STEP_TOKENS)
     assert np.array_equal(published(first), published(second))
     after = first.evaluate()
@@ -140,7 +116,7 @@ def test_training_learns_and_repeats_to_the_bit(corpus: Corpus, optimizer: str) 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_a_lower_precision_learns_nearly_the_same(corpus: Corpus, precision: Precision) -> None:
     whole, lower = trainer_of(corpus), trainer_of(corpus, local=LocalTraining(precision=precision))
-    losses = [trainer.train(work_of(20), ignore).loss for trainer in (whole, lower)]
+    losses = [trainer.train(inner_work(20), ignore).loss for trainer in (whole, lower)]
     assert losses[0] != losses[1]
     assert losses[1] == pytest.approx(losses[0], rel=5e-3)
     assert published(lower).dtype == np.float32
@@ -152,9 +128,9 @@ def test_a_step_whose_gradient_overflows_in_fp16_changes_nothing_and_is_counted(
     monkeypatch.setattr("node.island.ranks.accelerator._HIGHEST_LOSS_SCALE", 2.0**40)
     trainer = trainer_of(corpus, local=LocalTraining(precision="fp16"))
     start = published(trainer)
-    assert trainer.train(work_of(2), ignore).skipped_steps == 2
+    assert trainer.train(inner_work(2), ignore).skipped_steps == 2
     assert np.array_equal(published(trainer), start)
-    report = trainer.train(work_of(60), ignore)  # each overflow halves the scale
+    report = trainer.train(inner_work(60), ignore)  # each overflow halves the scale
     assert 5 < report.skipped_steps < 40
     assert report.inner_steps == 60
     assert not np.array_equal(published(trainer), start)
@@ -174,7 +150,7 @@ def test_recomputing_trains_the_same_weights_to_the_bit(
     local = LocalTraining(activation_checkpointing=recomputing)
     kept, recomputed = trainer_of(corpus), trainer_of(corpus, local=local)
     for trainer in (kept, recomputed):
-        trainer.train(work_of(3), ignore)
+        trainer.train(inner_work(3), ignore)
     assert asked == ["none", recomputing]
     assert np.array_equal(published(kept), published(recomputed))
 
@@ -190,7 +166,7 @@ def test_layers_are_compiled_before_the_first_round(
     num_compiled = counters["frames"]["ok"]
     assert num_compiled >= 1
     for trainer in (plain, compiled):
-        trainer.train(work_of(5), ignore)
+        trainer.train(inner_work(5), ignore)
     assert np.allclose(published(plain), published(compiled), atol=1e-5)
     assert compiled.evaluate().loss == pytest.approx(plain.evaluate().loss, rel=1e-5)
     assert counters["frames"]["ok"] == num_compiled
@@ -208,7 +184,7 @@ def test_what_is_clipped_in_fp16_is_the_gradient_without_its_scale(
 
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", noting)
     for precision in ("fp32", "fp16"):
-        trainer_of(corpus, local=LocalTraining(precision=precision)).train(work_of(1), ignore)
+        trainer_of(corpus, local=LocalTraining(precision=precision)).train(inner_work(1), ignore)
     assert norms[1] == pytest.approx(norms[0], rel=1e-2)
 
 
@@ -229,7 +205,7 @@ def test_evaluation_too_puts_no_more_samples_through_the_model_than_allowed(
 
 def test_a_batch_in_parts_trains_the_same_weights_but_for_rounding(corpus: Corpus) -> None:
     whole, parts = trainer_of(corpus), trainer_of(corpus, local=LocalTraining(micro_batch=3))
-    reports = [trainer.train(work_of(5), ignore) for trainer in (whole, parts)]
+    reports = [trainer.train(inner_work(5), ignore) for trainer in (whole, parts)]
     assert reports[0].loss == pytest.approx(reports[1].loss, rel=1e-6)
     assert np.allclose(published(whole), published(parts), atol=1e-5)
     assert whole.evaluate().loss == pytest.approx(parts.evaluate().loss, rel=1e-5)
@@ -239,7 +215,7 @@ def test_the_report_says_the_operations_of_its_tokens_and_the_memory_taken(
     corpus: Corpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(measured_peak, "_peaks", {})  # other tests have measured this process's
-    report = trainer_of(corpus).train(work_of(3), ignore)
+    report = trainer_of(corpus).train(inner_work(3), ignore)
     assert report.flops == 3 * STEP_TOKENS * flops_per_token(SPEC)
     assert report.peak_flops_per_second is None  # of a CPU that nobody measured
     assert report.peak_memory_bytes > 10**7
@@ -248,17 +224,17 @@ def test_the_report_says_the_operations_of_its_tokens_and_the_memory_taken(
 
 def test_adam_remembers_over_rounds(corpus: Corpus) -> None:
     whole, halves = trainer_of(corpus), trainer_of(corpus)
-    whole.train(work_of(6), ignore)
-    halves.train(work_of(3), ignore)
+    whole.train(inner_work(6), ignore)
+    halves.train(inner_work(3), ignore)
     halves.adopt(published(halves))
-    halves.train(work_of(3, first_sample=12), ignore)
+    halves.train(inner_work(3, first_sample=12), ignore)
     assert np.array_equal(published(whole), published(halves))
 
 
 def test_other_samples_train_other_weights(corpus: Corpus) -> None:
     first, second = trainer_of(corpus), trainer_of(corpus)
-    first.train(work_of(3), ignore)
-    second.train(work_of(3, first_sample=12), ignore)
+    first.train(inner_work(3), ignore)
+    second.train(inner_work(3, first_sample=12), ignore)
     assert not np.array_equal(published(first), published(second))
 
 
@@ -272,7 +248,7 @@ def test_the_first_inner_step_of_a_run_moves_the_weights(corpus: Corpus) -> None
     spec = with_inner(warmup_tokens=None, schedule="cosine")
     start = initial_parameters(spec)
     trainer = trainer_of(corpus, spec)
-    trainer.train(work_of(1), ignore)
+    trainer.train(inner_work(1), ignore)
     assert not np.array_equal(published(trainer), start)
 
 
@@ -281,12 +257,12 @@ def test_the_learning_rate_follows_the_token_clock_of_the_whole_swarm(corpus: Co
     spec = with_inner(warmup_tokens=12 * STEP_TOKENS, weight_decay=0.0, learning_rate=1e-3)
     start = initial_parameters(spec)
     trainer = trainer_of(corpus, spec)
-    trainer.train(work_of(1, round_tokens=6 * STEP_TOKENS), ignore)
+    trainer.train(inner_work(1, round_tokens=6 * STEP_TOKENS), ignore)
     # Adam's first step moves each weight by the rate, wherever the gradient is not tiny.
     moved = np.abs(published(trainer) - start)
     assert np.quantile(moved, 0.9) == pytest.approx(0.25e-3, rel=1e-2)
     later = trainer_of(corpus, spec)
-    later.train(work_of(1, token_clock=6 * STEP_TOKENS, round_tokens=6 * STEP_TOKENS), ignore)
+    later.train(inner_work(1, token_clock=6 * STEP_TOKENS, round_tokens=6 * STEP_TOKENS), ignore)
     # A trainer that begins here begins with small steps.
     assert last_rate(later) == pytest.approx(0.75e-3 / (rewarming_steps(spec) + 1))
 
@@ -297,7 +273,7 @@ def test_nodes_with_different_histories_have_the_same_rate_at_the_same_progress_
     spec = with_inner(schedule="cosine", warmup_tokens=None, beta2=0.0)
     spec = spec.model_copy(update={"run": RunSection(rounds=10, min_nodes=1)})
     always, late, halved, missing = (trainer_of(corpus, spec) for _ in range(4))
-    work_in = partial(work_of, token_clock=10**6)  # so a node that begins here warms up anew
+    work_in = partial(inner_work, token_clock=10**6)  # so a node that begins here warms up anew
     for number in range(1, 7):
         always.train(work_in(3, round=number), ignore)
         if number in (1, 2, 5):  # it was away, and others went on
@@ -317,9 +293,9 @@ def test_a_round_that_is_trained_in_two_parts_has_the_rates_of_one(corpus: Corpu
     spec = with_inner(schedule="linear", warmup_tokens=0)
     spec = spec.model_copy(update={"run": RunSection(rounds=2, min_nodes=1)})
     whole, halves = trainer_of(corpus, spec), trainer_of(corpus, spec)
-    whole.train(work_of(4), ignore)
-    halves.train(work_of(1), ignore)
-    halves.train(work_of(3, first_sample=4, steps_before=1), ignore)
+    whole.train(inner_work(4), ignore)
+    halves.train(inner_work(1), ignore)
+    halves.train(inner_work(3, first_sample=4, steps_before=1), ignore)
     assert last_rate(halves) == last_rate(whole)
 
 
@@ -327,22 +303,22 @@ def test_the_learning_rate_follows_the_number_of_participants(corpus: Corpus) ->
     spec = with_inner(scaling="linear", weight_decay=0.0, learning_rate=1e-3)
     start = initial_parameters(spec)
     trainer = trainer_of(corpus, spec)
-    trainer.train(work_of(1, num_participants=4), ignore)
+    trainer.train(inner_work(1, num_participants=4), ignore)
     moved = np.abs(published(trainer) - start)
     assert np.quantile(moved, 0.9) == pytest.approx(4e-3, rel=1e-2)  # Adam's first step
 
 
 def test_training_stops_at_its_time_its_samples_and_a_halt(corpus: Corpus) -> None:
     # The clock is read once at the start, then once after each step.
-    late = trainer_of(corpus, tick_seconds=0.1).train(work_of(50, max_seconds=0.35), ignore)
+    late = trainer_of(corpus, tick_seconds=0.1).train(inner_work(50, max_seconds=0.35), ignore)
     assert late.inner_steps == 4
-    few = trainer_of(corpus).train(work_of(50, num_samples=11), ignore)
+    few = trainer_of(corpus).train(inner_work(50, num_samples=11), ignore)
     assert (few.inner_steps, few.tokens) == (2, 2 * STEP_TOKENS)
     halts = iter([False, False, True])
-    halted = trainer_of(corpus).train(work_of(50), ignore, lambda: next(halts))
+    halted = trainer_of(corpus).train(inner_work(50), ignore, lambda: next(halts))
     assert halted.inner_steps == 3
     with pytest.raises(ValueError, match="no inner step"):
-        trainer_of(corpus).train(work_of(50, num_samples=3), ignore)
+        trainer_of(corpus).train(inner_work(50, num_samples=3), ignore)
 
 
 class LoneHalf(Mesh):
@@ -378,7 +354,7 @@ def test_each_rank_trains_its_own_half_of_a_batch(
         clock=ticking(0.0),
     )
     trainer.adopt(initial_parameters(SPEC))
-    report = trainer.train(work_of(1), ignore)
+    report = trainer.train(inner_work(1), ignore)
     batch = SampleOrder(seed=0, num_samples=corpus.num_samples).indices(0, 4)
     assert np.array_equal(seen[0].numpy(), corpus.windows(corpus.training, batch[2:]))
     assert report.tokens == STEP_TOKENS  # of the island, not of the rank
@@ -386,7 +362,7 @@ def test_each_rank_trains_its_own_half_of_a_batch(
 
 def test_progress_comes_every_half_second_with_the_loss_since_the_last(corpus: Corpus) -> None:
     told: list[Progress] = []
-    report = trainer_of(corpus, tick_seconds=0.2).train(work_of(6), told.append)
+    report = trainer_of(corpus, tick_seconds=0.2).train(inner_work(6), told.append)
     assert [progress.inner_step for progress in told] == [3, 6]
     assert [progress.tokens_per_second for progress in told] == pytest.approx(
         [3 * STEP_TOKENS / 0.8, 3 * STEP_TOKENS / 0.8]
@@ -401,11 +377,11 @@ def test_ruined_weights_stop_training_with_round_and_steps(corpus: Corpus) -> No
     weights[7] = np.inf
     trainer.adopt(weights)
     with pytest.raises(TrainingDivergedError, match=r"round 1: .* \(inner step 1 to 5\); look at"):
-        trainer.train(work_of(5), ignore)  # nothing was learnt yet: no rate can be too high
+        trainer.train(inner_work(5), ignore)  # nothing was learnt yet: no rate can be too high
     with pytest.raises(
         TrainingDivergedError, match=r"round 2: .* 1 to 5\); tell the run owner: 'atoll run"
     ):
-        trainer.train(replace(work_of(5), round=2), ignore)
+        trainer.train(inner_work(5, round=2), ignore)
 
 
 def test_an_infinite_gradient_under_a_finite_loss_stops_training_too(
@@ -414,7 +390,7 @@ def test_an_infinite_gradient_under_a_finite_loss_stops_training_too(
     infinite = torch.tensor(torch.inf)
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *args, **options: infinite)
     with pytest.raises(TrainingDivergedError):
-        trainer_of(corpus).train(work_of(1), ignore)
+        trainer_of(corpus).train(inner_work(1), ignore)
 
 
 def test_every_tensor_is_published_by_one_rank_and_the_ranks_have_about_as_much() -> None:
@@ -450,7 +426,7 @@ class Stepping:
         return self.trainer.train(work, ignore, rest=self.rest)
 
     def warmed_up(self) -> "Stepping":
-        self.train(work_of())
+        self.train(inner_work(5))
         self.now = 0.0
         self.rests.clear()
         return self
@@ -460,7 +436,7 @@ def test_with_a_load_of_a_quarter_a_rank_rests_three_times_as_long_as_it_trains_
     corpus: Corpus,
 ) -> None:
     rests, does_not = (Stepping(corpus, load=load).warmed_up() for load in (0.25, 1.0))
-    reports = rests.train(work_of()), does_not.train(work_of())
+    reports = rests.train(inner_work(5)), does_not.train(inner_work(5))
     assert (rests.rests, does_not.rests) == ([30.0] * 4, [])
     assert [report.seconds for report in reports] == [170.0, 50.0]
     assert reports[0].loss == reports[1].loss
@@ -468,7 +444,7 @@ def test_with_a_load_of_a_quarter_a_rank_rests_three_times_as_long_as_it_trains_
 
 def test_no_rest_goes_beyond_the_time_that_there_is(corpus: Corpus) -> None:
     rests = Stepping(corpus, load=0.1).warmed_up()
-    report = rests.train(work_of(max_seconds=30.0))
+    report = rests.train(inner_work(5, max_seconds=30.0))
     assert (report.inner_steps, report.seconds, rests.rests) == (1, 30.0, [20.0])
 
 
@@ -476,6 +452,6 @@ def test_nobody_rests_for_the_first_step_of_a_process_in_which_layers_compile(
     corpus: Corpus,
 ) -> None:
     rests = Stepping(corpus, load=0.1)
-    report = rests.train(work_of(max_seconds=130.0))
+    report = rests.train(inner_work(5, max_seconds=130.0))
     assert rests.rests == [0.0, 90.0, 10.0], "after the second step for that one alone"
     assert (report.inner_steps, report.seconds) == (3, 130.0)

@@ -41,7 +41,7 @@ def write_jsonl(path: Path, num_documents: int, *, count: int = 40) -> list[str]
     return texts
 
 
-def write_tokenizer(folder: Path, *, vocab_size: int = 400, is_chat: bool = False) -> Path:
+def write_tokenizer(folder: Path, *, is_chat: bool = False) -> Path:
     """Trains a small byte-level BPE and writes it as transformers does."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = Tokenizer(models.BPE())
@@ -51,7 +51,7 @@ def write_tokenizer(folder: Path, *, vocab_size: int = 400, is_chat: bool = Fals
     tokenizer.train_from_iterator(
         [words(i) for i in range(50)],
         trainers.BpeTrainer(
-            vocab_size=vocab_size,
+            vocab_size=400,
             special_tokens=special,
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
             show_progress=False,
@@ -84,12 +84,12 @@ def cut_into_pieces(folder: Path, piece_bytes: int) -> None:
     (folder / "manifest.json").write_text(json.dumps(tables))
 
 
-def small_shards(place: Path, *, piece_bytes: int, num_documents: int = 60) -> Path:
+def small_shards(place: Path, *, piece_bytes: int) -> Path:
     """A folder of tokens, which are bytes, in some shards of several pieces."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("node.island.data.preparing.LEAST_SHARD_BYTES", 4096)
         patch.setattr("node.island.data.preparing.SHARDS_AIMED_AT", 1 << 30)
-        write_jsonl(place / "a.jsonl", num_documents)
+        write_jsonl(place / "a.jsonl", 60)
         prepared(place / "a.jsonl", out=place / "out")
     cut_into_pieces(place / "out", piece_bytes)
     return place / "out"

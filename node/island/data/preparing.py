@@ -154,20 +154,8 @@ def prepare(
         if not wanted.held_out_inputs:
             receipts = _with_one_held_out(work, jobs, encoding, wanted, receipts, on_state)
         manifest = _merged(work, receipts, encoding, tokenizer, tuple(copied))
-        if not (manifest.training and manifest.held_out):
-            which = "held out" if manifest.training else "left to train on"
-            documents = sum(s.num_documents for s in (*manifest.training, *manifest.held_out))
-            if not documents:
-                empty = sum(receipt.num_empty for receipt in receipts)
-                raise BadDataError(
-                    f"{' '.join(wanted.inputs)} has no text: {empty} documents, all of them empty",
-                    next_step="name other files, or the key or column that has the text with --field KEY",
-                )
-            raise BadDataError(
-                f"of {documents} documents none is {which}",
-                next_step="hold out another share, as --held-out 0.1, or files of their own, as "
-                "--held-out FILE; where all documents are equal, give others: equal ones stay together",
-            )
+        num_empty = sum(receipt.num_empty for receipt in receipts)
+        _check_both_splits(manifest, wanted, num_empty=num_empty)
         _check_something_is_learned(manifest)
         with refusing(wanted.out):
             write_atomically(work / MANIFEST_FILE, manifest.as_written())
@@ -181,7 +169,7 @@ def prepare(
         lock.release()
     return Prepared(
         manifest=manifest,
-        num_empty=sum(receipt.num_empty for receipt in receipts),
+        num_empty=num_empty,
         num_cut=sum(receipt.num_cut for receipt in receipts),
         in_several=functools.reduce(
             InSeveral.plus, (receipt.in_several for receipt in receipts), InSeveral()
@@ -190,6 +178,24 @@ def prepare(
             source: sum(receipt.tokens_of.get(source, 0) for receipt in receipts)
             for source in (*(pattern for pattern, _ in wanted.repeated), "")
         },
+    )
+
+
+def _check_both_splits(manifest: Manifest, wanted: Wanted, *, num_empty: int) -> None:
+    """Raises BadDataError where nothing is there to train on, or nothing is held out."""
+    if manifest.training and manifest.held_out:
+        return
+    documents = sum(s.num_documents for s in (*manifest.training, *manifest.held_out))
+    if not documents:
+        raise BadDataError(
+            f"{' '.join(wanted.inputs)} has no text: {num_empty} documents, all of them empty",
+            next_step="name other files, or the key or column that has the text with --field KEY",
+        )
+    which = "held out" if manifest.training else "left to train on"
+    raise BadDataError(
+        f"of {documents} documents none is {which}",
+        next_step="hold out another share, as --held-out 0.1, or files of their own, as "
+        "--held-out FILE; where all documents are equal, give others: equal ones stay together",
     )
 
 
