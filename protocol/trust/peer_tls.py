@@ -84,6 +84,6 @@ def _key_in(certificate: bytes) -> bytes:
         return b""
     try:
         key = x509.load_der_x509_certificate(certificate).public_key()
-    except (ValueError, UnsupportedAlgorithm):
+    except (ValueError, x509.InvalidVersion, UnsupportedAlgorithm):
         return b""
     return key.public_bytes_raw() if isinstance(key, Ed25519PublicKey) else b""

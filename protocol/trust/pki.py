@@ -298,7 +298,7 @@ class Issuer:
             request = x509.load_der_x509_csr(request_der)
             key = request.public_key()
             is_signed = request.is_signature_valid
-        except (ValueError, UnsupportedAlgorithm) as error:
+        except (ValueError, x509.InvalidVersion, UnsupportedAlgorithm) as error:
             raise BadDataError(f"not a certificate request: {error}") from error
         if not is_signed:
             raise BadDataError("the certificate request is not signed by its own key")

@@ -9,8 +9,8 @@ import contextlib
 import errno
 import socket
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from functools import lru_cache
 from typing import Any
 
@@ -39,12 +39,14 @@ JOINING_BYTES = 1 << 16
 """Of a message to the port for joining: keys, a request for a certificate, a name."""
 
 MOST_READ, MOST_BEGUN = 8, 64
-"""Messages of one key that are read at once, and that it may have begun: the others wait unread."""
+"""Calls of one key whose messages are read and answered at once, and that it may have begun: the others wait
+unread. A stream counts until its message is read."""
 
-READ_BYTES_A_SECOND = 1 << 20
-"""Of one key's messages so many are read on and on, and MAX_MESSAGE_BYTES at once: the others wait.
+BYTES_A_SECOND = 1 << 20
+"""Of one key's messages and the answers to them, and MAX_MESSAGE_BYTES at once: the next message waits.
 
-Four MiB of empty entries take a core 150 ms to read, and 180 MB for as long as they are looked at."""
+Four MiB of empty entries take a core 150 ms to read, and 180 MB for as long as they are looked at. And who
+asks for all commits again and again is not to fill the coordinator's uplink."""
 
 WHOLE_SECONDS = 60.0
 """From when a call begins its message must be here in so long. At 1 Mbit/s the longest takes half of it."""
@@ -104,7 +106,7 @@ class WholeMessages(grpc.aio.ServerInterceptor):
 
     gRPC reads a call's message before anybody here hears of the call, up to 4 MiB of each, for as long as
     the caller likes. So each call is answered as one that streams its message: on the wire that is the same,
-    and nothing is read before it is asked for. Whole ones are taken apart at READ_BYTES_A_SECOND. Not for
+    and nothing is read before it is asked for. Whole ones are taken apart at BYTES_A_SECOND. Not for
     strangers, who share an address with who joins: of their messages JOINING_BYTES come.
     """
 
@@ -112,7 +114,7 @@ class WholeMessages(grpc.aio.ServerInterceptor):
         self._whole_seconds = whole_seconds
         self._begun: Counter[str] = Counter()
         self._reading: dict[str, asyncio.Semaphore] = {}
-        self._read_by: dict[str, float] = {}  # when all that came of each key is read at that pace
+        self._even_at: dict[str, float] = {}  # when each key's bytes until now come to that pace
 
     async def intercept_service(
         self,
@@ -124,31 +126,44 @@ class WholeMessages(grpc.aio.ServerInterceptor):
         if handler is None or handler.request_streaming:
             return handler
 
-        async def request_of(messages: AsyncIterator[bytes], context: Context) -> Any:
-            return await read(handler, await self._whole(messages, context), context)
-
         async def answer(messages: AsyncIterator[bytes], context: Context) -> Any:
             try:
-                return await handler.unary_unary(await request_of(messages, context), context)
+                return await self._answered(handler, messages, context)
             except grpc.aio.AbortError as error:
                 raise forgetful(error) from None
 
         async def stream(messages: AsyncIterator[bytes], context: Context) -> AsyncIterator[Any]:
             try:
-                answers = handler.unary_stream(await request_of(messages, context), context)
-                async with aclosing(answers):
+                async with aclosing(self._streamed(handler, messages, context)) as answers:
                     async for each in answers:
                         yield each
             except grpc.aio.AbortError as error:
                 raise forgetful(error) from None
 
-        how = None, handler.response_serializer
         if handler.response_streaming:
-            return grpc.stream_stream_rpc_method_handler(stream, *how)
-        return grpc.stream_unary_rpc_method_handler(answer, *how)
+            return grpc.stream_stream_rpc_method_handler(stream)
+        return grpc.stream_unary_rpc_method_handler(answer)
 
-    async def _whole(self, messages: AsyncIterator[bytes], context: Context) -> Any:
-        """The call's only message, when it is its turn."""
+    async def _answered(
+        self, handler: Any, messages: AsyncIterator[bytes], context: Context
+    ) -> bytes:
+        async with self._turn(messages, context) as message:
+            request = await read(handler, message, context)
+            answered = await handler.unary_unary(request, context)
+            return self._written(handler, answered, context)
+
+    async def _streamed(
+        self, handler: Any, messages: AsyncIterator[bytes], context: Context
+    ) -> AsyncGenerator[bytes, None]:
+        async with self._turn(messages, context) as message:
+            request = await read(handler, message, context)
+        async with aclosing(handler.unary_stream(request, context)) as answers:
+            async for each in answers:
+                yield self._written(handler, each, context)
+
+    @asynccontextmanager
+    async def _turn(self, messages: AsyncIterator[bytes], context: Context) -> AsyncIterator[Any]:
+        """The call's only message, when it is its turn, and one of the key's places meanwhile."""
         key = key_of(context)
         if self._begun[key] >= MOST_BEGUN:
             await context.abort(
@@ -156,32 +171,50 @@ class WholeMessages(grpc.aio.ServerInterceptor):
                 f"{CROWDED}: {MOST_BEGUN} calls of yours have begun, and their messages are not here",
             )
         self._begun[key] += 1
-        reading = self._reading.setdefault(key, asyncio.Semaphore(MOST_READ))
         try:
-            async with asyncio.timeout(self._whole_seconds), reading:
-                async for message in messages:
-                    now = asyncio.get_running_loop().time()
-                    if wait_seconds := self.wait_seconds(key, len(message), now):
-                        await asyncio.sleep(wait_seconds)
-                    return message
-        except TimeoutError:
-            await context.abort(
-                grpc.StatusCode.DEADLINE_EXCEEDED,
-                f"the call's message did not come in {self._whole_seconds:g} s",
-            )
+            async with AsyncExitStack() as held:
+                try:
+                    async with asyncio.timeout(self._whole_seconds):
+                        places = self._reading.setdefault(key, asyncio.Semaphore(MOST_READ))
+                        await held.enter_async_context(places)
+                        message = await self._read(key, messages)
+                except TimeoutError:
+                    await context.abort(
+                        grpc.StatusCode.DEADLINE_EXCEEDED,
+                        f"the call's message did not come in {self._whole_seconds:g} s",
+                    )
+                if message is None:
+                    await context.abort(
+                        grpc.StatusCode.INVALID_ARGUMENT, "the call ended without a message"
+                    )
+                yield message
         finally:
             self._begun[key] -= 1
             if not self._begun[key]:
                 del self._begun[key], self._reading[key]
-        return await context.abort(
-            grpc.StatusCode.INVALID_ARGUMENT, "the call ended without a message"
-        )
 
-    def wait_seconds(self, key: str, num_bytes: int, now: float) -> float:
-        """Until a key's message of so many bytes, which has come now, is taken apart."""
-        read_by = max(now, self._read_by.get(key, now))
-        self._read_by[key] = read_by + num_bytes / READ_BYTES_A_SECOND
-        return max(0.0, read_by - now - MAX_MESSAGE_BYTES / READ_BYTES_A_SECOND)
+    async def _read(self, key: str, messages: AsyncIterator[bytes]) -> bytes | None:
+        async for message in messages:
+            now = asyncio.get_running_loop().time()
+            wait_seconds = self.wait_seconds(key, now)
+            self.count(key, len(message), now)
+            if wait_seconds:
+                await asyncio.sleep(wait_seconds)
+            return message
+        return None
+
+    def _written(self, handler: Any, answered: Any, context: Context) -> bytes:
+        message: bytes = handler.response_serializer(answered)
+        self.count(key_of(context), len(message), asyncio.get_running_loop().time())
+        return message
+
+    def wait_seconds(self, key: str, now: float) -> float:
+        """Until a key's message, which has come now, is taken apart."""
+        return max(0.0, self._even_at.get(key, now) - now - MAX_MESSAGE_BYTES / BYTES_A_SECOND)
+
+    def count(self, key: str, num_bytes: int, now: float) -> None:
+        """Counts what has come of a key, or goes there."""
+        self._even_at[key] = max(now, self._even_at.get(key, now)) + num_bytes / BYTES_A_SECOND
 
 
 class ReadableMessages(grpc.aio.ServerInterceptor):
@@ -220,7 +253,7 @@ async def read(handler: Any, message: bytes, context: Context) -> Any:
 
 
 def forgetful(error: grpc.aio.AbortError) -> grpc.aio.AbortError:
-    """The error that ends a call, holding nothing of the call.
+    """The error that ends a call, holding nothing of the call but what the frame has that raises it.
 
     gRPC keeps it in the call's context, which its traceback names: until Python looks for cycles, which is
     rare, each refused call would have its request stay, of up to 300 MB.

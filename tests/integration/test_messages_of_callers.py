@@ -1,5 +1,6 @@
 """What callers send a coordinator costs it little: messages that nobody can read, and large ones."""
 
+import asyncio
 import gc
 import logging
 import weakref
@@ -14,9 +15,17 @@ import pytest
 from coordinator.config import create_home
 from protocol.trust.credentials import Credentials
 from protocol.trust.pki import joining_name_in, server_name
+from protocol.v1 import session_pb2
 from protocol.wire.channel import MAX_MESSAGE_BYTES
-from protocol.wire.server import READ_BYTES_A_SECOND, ReadableMessages, WholeMessages
-from tests.integration.coordinator_scene import LOCAL, described, invite_from, joined, serving
+from protocol.wire.server import BYTES_A_SECOND, MOST_READ, ReadableMessages, WholeMessages
+from tests.integration.coordinator_scene import (
+    LOCAL,
+    PATIENCE_SECONDS,
+    described,
+    invite_from,
+    joined,
+    serving,
+)
 
 UNREADABLE = b"\xff\xff\xff"
 
@@ -111,12 +120,65 @@ async def test_of_a_call_that_was_refused_nothing_stays(
     assert not any(request() for request in requests)
 
 
-def test_a_member_that_sends_megabytes_waits_for_them_and_another_one_does_not() -> None:
+async def test_of_one_member_a_few_calls_are_answered_at_once_whatever_it_asks() -> None:
+    """Or a thousand answers of a megabyte were made before the first is counted."""
+    num_begun, may_end, are_there = 0, asyncio.Event(), asyncio.Event()
+
+    async def waits(message: bytes, context: Any) -> bytes:
+        nonlocal num_begun
+        num_begun += 1
+        if num_begun == MOST_READ:
+            are_there.set()
+        await may_end.wait()
+        return b""
+
+    server = grpc.aio.server(interceptors=[WholeMessages()])
+    handler: Any = grpc.unary_unary_rpc_method_handler(waits, bytes, bytes)
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("s", {"Call": handler}),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        calls = [raw(channel, "/s/Call")(b"") for _ in range(2 * MOST_READ)]
+        waiting = asyncio.gather(*calls)
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            await are_there.wait()
+            with pytest.raises(grpc.aio.AioRpcError):  # behind all of them, and by its own deadline
+                await raw(channel, "/s/Call")(b"", timeout=0.2)
+            assert num_begun == MOST_READ
+            may_end.set()
+            await waiting
+    await server.stop(None)
+    assert num_begun == 2 * MOST_READ
+
+
+def test_a_member_that_sends_or_asks_for_megabytes_waits_for_them_and_another_one_does_not() -> (
+    None
+):
     messages = WholeMessages()
-    longest_seconds = MAX_MESSAGE_BYTES / READ_BYTES_A_SECOND
-    assert messages.wait_seconds("greedy", MAX_MESSAGE_BYTES, 100.0) == 0
-    assert messages.wait_seconds("greedy", MAX_MESSAGE_BYTES, 100.0) == 0
-    assert messages.wait_seconds("greedy", MAX_MESSAGE_BYTES, 100.0) == longest_seconds
-    assert messages.wait_seconds("greedy", 100, 100.0) == 2 * longest_seconds
-    assert messages.wait_seconds("honest", 100, 100.0) == 0
-    assert messages.wait_seconds("greedy", 100, 200.0) == 0
+    longest_seconds = MAX_MESSAGE_BYTES / BYTES_A_SECOND
+    messages.count("greedy", MAX_MESSAGE_BYTES, 100.0)
+    assert messages.wait_seconds("greedy", 100.0) == 0
+    messages.count("greedy", MAX_MESSAGE_BYTES, 100.0)
+    assert messages.wait_seconds("greedy", 100.0) == longest_seconds
+    assert messages.wait_seconds("greedy", 100.0 + longest_seconds) == 0
+    assert messages.wait_seconds("honest", 100.0) == 0
+
+
+async def test_what_a_member_sends_and_is_answered_is_counted(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    counted: list[tuple[str, int]] = []
+    monkeypatch.setattr(
+        WholeMessages, "count", lambda _, key, num_bytes, now: counted.append((key, num_bytes))
+    )
+    home = create_home(tmp_path / "run", config=LOCAL, text=described)
+    async with serving(home):
+        invite, _ = await invite_from(home)
+        member = await joined(invite, "node-a")
+        answered = await member.session.GetRun(session_pb2.GetRunRequest())
+        assert counted[-2:] == [(member.node_id, 0), (member.node_id, answered.ByteSize())]
+        await member.attach()
+        member.subscribe()
+        roster = await member.next("roster")
+        assert (member.node_id, roster.ByteSize()) in counted
+        await member.close()

@@ -176,6 +176,7 @@ def test_a_request_must_be_signed_by_its_own_p256_key() -> None:
         (signed_by(Ed25519PrivateKey.generate()), "not P-256"),
         (signed_by(ec.generate_private_key(ec.SECP384R1())), "not P-256"),
         (b"nonsense", "not a certificate request"),
+        (good.replace(b"\x02\x01\x00", b"\x02\x01\x07", 1), "7 is not a valid CSR version"),
     ):
         with pytest.raises(BadDataError, match=complaint):
             AUTHORITY.issue_node(request, NODE_ID)
