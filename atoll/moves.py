@@ -121,8 +121,19 @@ class Moves:
         moves them less than what has taken them out.
         """
         by_optimizers, by_others = float(self.by_optimizers), float(self.by_others)
-        is_rare = 2 * int(self.times_by_others) < self.steps
-        return is_rare and by_optimizers > 0 and max(FAR * by_optimizers, usual) < by_others
+        return not self._is_steady and by_optimizers > 0 and max(FAR * by_optimizers, usual) < by_others
+
+    @property
+    def _is_steady(self) -> bool:
+        return 2 * int(self.times_by_others) >= self.steps
+
+    @property
+    def keep_bounds(self) -> bool:
+        """Whether most steps end with something after the optimizer, as the clipping of a WGAN's critic.
+
+        It also takes back how far the outer optimizer has gone beyond, to where the loop's own weights were.
+        """
+        return self._is_steady and float(self.by_optimizers) > 0
 
     def refusal(self) -> ModelMismatchError:
         """What to say then."""

@@ -155,6 +155,16 @@ class Session:
                 if not self.over:
                     self._come_back(lost.what)
 
+    @property
+    def was_interrupted(self) -> bool:
+        """Whether an exception, as of a notebook's stop button, has come while orders were carried out."""
+        return self.training is None and self._connection is not None
+
+    def resume(self) -> None:
+        """Comes in anew after that: nobody knows how far the order was that was carried out then."""
+        self._come_back("it was interrupted while it waited for the swarm")
+        self.serve()
+
     def undo_what_came_after(self) -> None:
         """Takes the global parameters over once more: a loop that has not looked has trained a step more."""
         if self._weights is not None:

@@ -133,8 +133,11 @@ class Swarm:
         if session.over:
             session.undo_what_came_after()
             raise RunOverError(f"the loop's part in the swarm is over: {session.over}")
-        training = self._training
         session.is_replaced = False
+        if session.was_interrupted and self._last is not None:
+            session.resume()
+            return self._step_of(self._last)
+        training = self._training
         counted = self._tokens_of(training, tokens)
         training.tokens += counted
         training.is_leased &= training.sampled_step == training.steps
@@ -152,13 +155,7 @@ class Swarm:
                 session.serve()
             else:
                 session.look_for_change(training)
-        current = session.training
-        return Step(
-            round=(current or training).round,
-            is_replaced=session.is_replaced,
-            steps_left=0 if current is None else current.inner_steps - current.steps,
-            is_over=self.is_over,
-        )
+        return self._step_of(training)
 
     def samples(self) -> Iterator[Tensor]:
         """Numbers of the samples that the ledger has leased for each inner step, until the run is over.
@@ -252,6 +249,15 @@ class Swarm:
         return kind is RunOverError
 
     # One inner step
+
+    def _step_of(self, training: Training) -> Step:
+        current = self._session.training
+        return Step(
+            round=(current or training).round,
+            is_replaced=self._session.is_replaced,
+            steps_left=0 if current is None else current.inner_steps - current.steps,
+            is_over=self.is_over,
+        )
 
     @property
     def _training(self) -> Training:

@@ -63,6 +63,40 @@ async def test_a_loop_that_died_soon_comes_back_and_a_round_waits_for_it_and_not
         assert (await one.train(work(2, max_seconds=math.inf))).inner_steps == 0
 
 
+async def test_a_loop_that_was_interrupted_while_it_waited_goes_on_with_the_global_parameters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by the stop button of a notebook, whose next cell calls `step` again."""
+    async with scene(tmp_path) as one:
+        model = Decoder(one.spec.decoder)
+
+        def train(swarm: atoll.Swarm) -> tuple[atoll.Step, float]:
+            nudge(model)
+            with monkeypatch.context() as patch:
+                patch.setattr(swarm._session, "_trained", interrupted)
+                with pytest.raises(KeyboardInterrupt):
+                    swarm.step(tokens=1)
+            with torch.no_grad():
+                next(model.parameters()).fill_(7.0)
+            found = swarm.step(tokens=1), next(model.parameters()).flatten()[0].item()
+            for _ in range(2):
+                nudge(model)
+                swarm.step(tokens=1)
+            return found
+
+        def interrupted(_: object) -> None:
+            raise KeyboardInterrupt
+
+        thread = await one.joined(train, model=model)
+        with pytest.raises(LoopGoneError, match="it was interrupted"):
+            await one.train(work(steps=1))
+        await one.is_here()
+        await one.train(work(2, steps=2))
+        await one.stops(thread)
+        step = atoll.Step(round=2, is_replaced=True, steps_left=2, is_over=False)
+        assert one.ended == [(step, 0.5)]
+
+
 async def test_a_hung_loop_is_given_up_and_joins_again_when_it_wakes_up(tmp_path: Path) -> None:
     async with scene(tmp_path, hang_seconds=0.05) as one:
         wakes_up = threading.Event()

@@ -314,6 +314,38 @@ async def test_an_average_that_is_left_in_the_model_ends_the_loop(tmp_path: Path
         await refused(one, train, "or an average that is left in the model", model=model)
 
 
+def test_weights_that_are_clipped_may_come_back_into_bounds_that_the_swarm_has_left() -> None:
+    """As a WGAN's critic, most of whose weights are at their bounds; momentum takes them beyond."""
+    model = Small()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+
+    def clip() -> None:
+        for parameter in model.parameters():
+            parameter.data.clamp_(-0.1, 0.1)
+
+    weights, optimizers = weights_beside(model, optimizer)
+    clip()
+    watch = Watch(model, places=places_of(model), optimizers=optimizers, ranks=Ranks.of(model))
+    watch.given(weights.bits(), None)
+
+    def round() -> None:
+        for number in range(4):
+            take_steps(model, optimizer, 1)
+            clip()
+            watch.took_a_step(is_first=number == 0, counts=True)
+        watch.ends(4, weights.bits)
+        own = watch.values()
+        weights.parameters.copy_(flat(model) * 1.1)
+        weights.adopt(0, is_taken=True)
+        watch.given(weights.bits(), own)
+
+    try:
+        for _ in range(4):
+            round()
+    finally:
+        watch.close()
+
+
 def test_an_embedding_with_sparse_gradients_trains_and_is_seen_to_learn() -> None:
     model = nn.Embedding(8, 2, sparse=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
