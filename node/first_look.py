@@ -29,6 +29,7 @@ from node.link.calls import run_in_force
 from node.machine.hardware import Hardware, likely_devices, look_around
 from node.machine.limits import Limits
 from node.machine.placement import num_ranks_of, refuse_small_helper, what_a_start_checks
+from node.outer_state import require_shared_memory
 from node.records import BESIDE_BYTES, Records
 from protocol.errors import AtollError
 from protocol.run.models import layout_of
@@ -222,11 +223,12 @@ def _takes(
 ) -> Iterator[str]:
     """What the run takes of the machine; and what 'atoll node start' would refuse."""
     num_ranks = 0 if is_helper else settings.ranks_here
+    layout = layout_of(spec)
     records = Records.of(
         folder,
         settings,
         spec,
-        layout_of(spec),
+        layout,
         rules=spec,
         history=History(None),
         num_ranks=num_ranks,
@@ -242,7 +244,10 @@ def _takes(
     else:
         memory = console.bytes_in_words(node_bytes(spec))
         yield f"it takes: {memory} of memory beside what training takes, and up to {disk}"
-    checks: list[Callable[[], None]] = [records.require_room]
+    checks: list[Callable[[], None]] = [
+        records.require_room,
+        lambda: require_shared_memory(layout),
+    ]
     if is_helper:
         checks.append(lambda: refuse_small_helper(spec, hardware))
     else:

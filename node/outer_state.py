@@ -23,6 +23,7 @@ import structlog
 
 from protocol.errors import SystemRefusedError
 from protocol.files.leftovers import PREFIX, Held, remove_leftovers, temporary_directory
+from protocol.run.models import Layout
 from protocol.wire.rounds import Digest
 
 log = structlog.get_logger()
@@ -132,6 +133,24 @@ class SharedVectors:
             held.release()
 
 
+def require_shared_memory(layout: Layout) -> None:
+    """Raises SystemRefusedError where the machine has less than the outer state takes, whoever has it now."""
+    there = os.statvfs(SHARED_MEMORY)
+    needed, has = (
+        4 * (layout.num_elements + layout.largest_fragment),
+        there.f_blocks * there.f_frsize,
+    )
+    if needed > has:
+        raise _too_little(needed, f"it has {has:,}")
+
+
+def _too_little(needed: int, there: str) -> SystemRefusedError:
+    return SystemRefusedError(
+        f"the outer state needs {needed:,} bytes of {SHARED_MEMORY} and {there}",
+        next_step="enlarge it (docker run --shm-size …) or choose a smaller model",
+    )
+
+
 def _allocated(
     sizes: Sequence[int],
 ) -> tuple[tuple[shared_memory.SharedMemory, ...], tuple[Held, ...]]:
@@ -162,11 +181,7 @@ def _allocated(
                 f"shared memory for the outer state cannot be had: {error.strerror}",
                 next_step=f"make {SHARED_MEMORY} a tmpfs that you may write to",
             ) from error
-        raise SystemRefusedError(
-            f"the outer state needs {sum(sizes):,} bytes of {SHARED_MEMORY} and "
-            f"{free_bytes:,} are free",
-            next_step="enlarge it (docker run --shm-size …) or choose a smaller model",
-        ) from error
+        raise _too_little(sum(sizes), f"{free_bytes:,} are free") from error
     return tuple(blocks), tuple(held)
 
 

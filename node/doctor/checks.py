@@ -36,6 +36,7 @@ from node.machine.addresses import has_ipv6, interface_addresses, own_addresses,
 from node.machine.hardware import Hardware, congestion_control, likely_devices, look_around
 from node.machine.notices import NoAnswerError, cloud_here, service_of
 from node.machine.placement import num_ranks_of
+from node.outer_state import require_shared_memory
 from protocol.errors import AtollError, SystemRefusedError
 from protocol.files.durable import LOCK_NAME, FolderLock, refusal_to_write
 from protocol.run.models import layout_of
@@ -149,16 +150,18 @@ def disk_findings(
             return [_need_not_known(folder, "shows once this node has joined one")]
         from node.records import BESIDE_BYTES, Records
 
+        layout = layout_of(spec)
         records = Records.of(
             folder,
             settings,
             spec,
-            layout_of(spec),
+            layout,
             rules=rules,
             history=History(None),
             num_ranks=num_ranks,
         )
         records.require_room()
+        require_shared_memory(layout)
     except AtollError as error:
         return [wrong("disk", error)]
     kinds = ", ".join(

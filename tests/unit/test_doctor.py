@@ -25,6 +25,7 @@ from node.doctor.network import (
 from node.kept import keep_run
 from node.machine.gpus import Gpu
 from node.machine.hardware import Hardware, congestion_control
+from node.outer_state import SHARED_MEMORY
 from node.records import Records
 from protocol.errors import ConfigError, ExitCode, SystemRefusedError, UnavailableError
 from protocol.files.durable import FolderLock
@@ -105,6 +106,19 @@ def test_a_folder_that_the_node_could_not_write_to_is_wrong(
     assert found.verdict == "wrong"
     told = f"{found.what}; {found.next_step}"
     assert told.startswith(f"cannot write {tmp_path / 'snapshots'}: {words}")
+
+
+def test_less_shared_memory_than_the_outer_state_takes_is_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep_run(tmp_path, tiny())
+    real = os.statvfs
+    small = SimpleNamespace(f_blocks=4, f_frsize=4096)  # docker's default is 64 MB
+    monkeypatch.setattr(os, "statvfs", lambda at: small if at == SHARED_MEMORY else real(at))
+    (found,) = checks.disk_findings(tmp_path, NodeSettings(name="n"))
+    assert found.verdict == "wrong"
+    assert found.what.endswith("bytes of /dev/shm and it has 16,384")
+    assert "--shm-size" in found.next_step
 
 
 def test_a_node_that_has_joined_and_never_started_asks_its_coordinator_what_the_run_needs(
