@@ -6,10 +6,11 @@ How much higher than data parallelism over links without limits a run ends, as a
 
 The steps are the inner steps of a node in the whole run; the interval is those between two exchanges of the
 same parameters, which is fragments times the steps of a round. What is late is apart for longer, and an inner
-step of that costs as several of the interval. Four times the steps cost a quarter: so it was from 1,200 to
-4,800 and from 1,600 to 6,400 steps, whatever the interval and the codecs. All figures are of models of 0.1
-million parameters, and none of a large one (benchmarks.convergence, "frontier" and "long";
-benchmarks.learning.intervals, whose --fit finds SELDOM and LATE).
+step of that costs as several of the interval. Four times the steps cost a quarter: so it was from 1,600 to
+6,400 steps with AdamW. Muon's 4,800 and 9,600 steps lost 1.4 to 2.4 times what that makes of its 1,200, at
+every interval, so that the same is chosen (benchmarks.race --times). All figures are of models of 0.1 million
+parameters, and none of a large one (benchmarks.convergence, "frontier" and "long"; benchmarks.learning.intervals,
+whose --fit finds SELDOM and LATE).
 
 Fragments send as much for an inner step, headers apart. They bring results sooner, and cost round trips.
 """
@@ -35,7 +36,7 @@ LATE = {"adamw": 4.0, "muon": 2.5}
 MOST_STEPS, MOST_STEPS_OF_CODECS = 12_000, 100_000
 """Longer runs cost as one of the first by what is seldom and late, as one of the second by codecs.
 
-6,400 steps are the longest that were measured, and published runs lose more by long intervals."""
+9,600 steps are the longest that were measured, and published runs lose more by long intervals."""
 
 STEPS_OF_GIVEN = 1200
 """Inner steps that weights which are given count as. Nodes that went on with ones of so many lost as much in
@@ -44,7 +45,7 @@ the next 300 as that place of a longer run costs, or less (benchmarks.learning.g
 SLOPE = 0.1
 """What time costs that is not spent in inner steps: so much of the loss a run loses that has an e-th of it.
 
-0.12 to 0.19 between 600 and 1,200 steps, 0.06 between 1,200 and 4,800."""
+0.12 to 0.19 between 600 and 1,200 steps, 0.07 between 1,200 and 4,800, 0.04 between 4,800 and 9,600."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

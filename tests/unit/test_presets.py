@@ -39,20 +39,9 @@ def test_the_table_of_the_docs_is_what_is_chosen() -> None:
     assert table("cubic") in (DOCS / "performance.md").read_text()
 
 
-def test_examples_in_the_docs_are_what_is_chosen() -> None:
-    """Where a new share turns one, take another rate."""
-    footguns, owners = (
-        " ".join((DOCS / page).read_text().split()) for page in ("footguns.md", "coordinators.md")
-    )
-    cubic, bbr = (
-        chosen(replace(situation_of("42m", 60, kind), seconds_per_inner_step=0.1)).setting.interval
-        for kind in get_args(CongestionControl)
-    )
-    assert cubic > bbr
-    assert (
-        "42m at 60 Mbit/s over 100 ms with inner steps of 0.1 s exchanges every "
-        f"{cubic} steps, and every {bbr} with bbr"
-    ) in footguns
+def test_the_example_in_the_docs_is_what_is_chosen() -> None:
+    """Where a new share turns it, take other rates."""
+    owners = " ".join((DOCS / "coordinators.md").read_text().split())
     slow, fast = (chosen(situation_of("125m", mbit)).prediction.link_share for mbit in (10, 100))
     said = f"{slow:.2f} are left to the exchange of 125m at 10 Mbit/s and 100 ms, {fast:.2f} at 100"
     assert said in owners
