@@ -35,6 +35,10 @@ DIRECTORY = click.option(
     help="The node's folder. Default: $ATOLL_DIR, or the one in your home.",
 )
 
+MAX_UPLOAD = click.option(
+    "--max-upload", help="Most that transfers upload together: 10mbit, 1.25MB/s."
+)
+
 _STAYING = (
     click.option("--listen", help="Address that peers connect to."),
     click.option("--port", type=int, help="Port that peers connect to; 0 picks a free one."),
@@ -42,7 +46,7 @@ _STAYING = (
     click.option(
         "--interface", metavar="NAME", help="Interface whose addresses peers are told, as eth1."
     ),
-    click.option("--max-upload", help="Most that transfers upload together: 10mbit, 1.25MB/s."),
+    MAX_UPLOAD,
     click.option("--metrics", metavar="HOST:PORT", help="Serve its own /metrics there."),
     click.option(
         "--drain-within",

@@ -11,7 +11,7 @@ from structlog.testing import capture_logs
 from coordinator.swarm.ledger import num_samples_of
 from lab.simulation.coordinator import Outage
 from lab.simulation.memory_transport import MemoryNetwork
-from lab.simulation.swarm import Life, SimulatedNode, SimulatedRun, simulate
+from lab.simulation.swarm import Life, Script, SimulatedNode, SimulatedRun, simulate
 from node.island.data.dataset import Corpus
 from tests.tiny_runs import tiny
 
@@ -31,6 +31,29 @@ async def stay_away(node: SimulatedNode, since: float, until: float) -> None:
     node.lose_coordinator()
     await asyncio.sleep(until - clock())
     node.lose_coordinator(is_away=False)
+
+
+def restored(
+    corpus: Corpus,
+    disks: Path,
+    script: Script | None = None,
+    *,
+    rounds: int,
+    min_nodes: int,
+    copied_at: float = 22.5,
+    later: Sequence[Outage] = (),
+    lives: Sequence[Life] = (STEADY,) * 3,
+) -> SimulatedRun:
+    """A run whose coordinator dies, and comes back from a copy; `later` again."""
+    return simulate(
+        tiny(run={"rounds": rounds, "min_nodes": min_nodes}, deadlines=DEADLINES),
+        lives=lives,
+        corpus=corpus,
+        script=script,
+        outage=[Outage(copied_at=copied_at, dies_at=DIES_AT, returns_at=RETURNS_AT), *later],
+        disks=disks,
+        within_seconds=WITHIN,
+    )
 
 
 def assert_sound(run: SimulatedRun, *, rounds: int, nodes: int) -> None:
@@ -53,17 +76,7 @@ def test_rounds_that_were_closed_without_their_nodes_are_as_if_they_had_never_be
         back_at = RETURNS_AT + late_seconds
         await asyncio.gather(*(stay_away(n, DIES_AT, back_at + i) for i, n in enumerate(nodes)))
 
-    spec = tiny(run={"rounds": 16, "min_nodes": 3}, deadlines=DEADLINES)
-    outage = Outage(copied_at=copied_at, dies_at=DIES_AT, returns_at=RETURNS_AT)
-    run = simulate(
-        spec,
-        lives=[STEADY] * 3,
-        corpus=corpus,
-        script=come_late,
-        outage=outage,
-        disks=tmp_path,
-        within_seconds=WITHIN,
-    )
+    run = restored(corpus, tmp_path, come_late, rounds=16, min_nodes=3, copied_at=copied_at)
     assert_sound(run, rounds=16, nodes=3)
     assert all(outcome.digest is not None for c in run.commits for outcome in c.slices)
     assert run.final.token_clock == 16 * 3 * TOKENS
@@ -85,17 +98,7 @@ def test_whoever_comes_first_all_go_on_from_the_newest_state(
             stay_away(nodes[2], 31, late[is_first]),
         )
 
-    spec = tiny(run={"rounds": 40, "min_nodes": 2}, deadlines=DEADLINES)
-    outage = Outage(copied_at=12.5, dies_at=DIES_AT, returns_at=RETURNS_AT)
-    run = simulate(
-        spec,
-        lives=[STEADY] * 3,
-        corpus=corpus,
-        script=come,
-        outage=outage,
-        disks=tmp_path,
-        within_seconds=WITHIN,
-    )
+    run = restored(corpus, tmp_path, come, rounds=40, min_nodes=2, copied_at=12.5)
     assert_sound(run, rounds=40, nodes=3)
     first_new = next(i for i, at in enumerate(run.begins) if at > RETURNS_AT)
     assert first_new >= 6, "what two nodes had committed is in the history"
@@ -120,18 +123,8 @@ def run_with_two_that_come_first(
             *(stay_away(node, 22.5, RETURNS_AT + 1) for node in nodes[2:]),
         )
 
-    spec = tiny(run={"rounds": rounds, "min_nodes": 2}, deadlines=DEADLINES)
-    outage = Outage(copied_at=22.5, dies_at=DIES_AT, returns_at=RETURNS_AT)
     with capture_logs() as logs:
-        run = simulate(
-            spec,
-            lives=[STEADY] * 4,
-            corpus=corpus,
-            script=come,
-            outage=outage,
-            disks=disks,
-            within_seconds=WITHIN,
-        )
+        run = restored(corpus, disks, come, rounds=rounds, min_nodes=2, lives=[STEADY] * 4)
     return run, logs
 
 
@@ -165,21 +158,11 @@ def test_two_copies_that_serve_in_turn_end_in_one_history(corpus: Corpus, tmp_pa
     async def come_late(_: MemoryNetwork, nodes: Sequence[SimulatedNode]) -> None:
         await asyncio.gather(*(stay_away(n, DIES_AT, 200 + 5 * i) for i, n in enumerate(nodes)))
 
-    spec = tiny(run={"rounds": 24, "min_nodes": 3}, deadlines=DEADLINES)
-    outages = [
-        Outage(copied_at=22.5, dies_at=DIES_AT, returns_at=RETURNS_AT),
+    later = [
         Outage(copied_at=12.5, dies_at=230.5, returns_at=240),
         Outage(copied_at=22.5, dies_at=300.5, returns_at=310),
     ]
-    run = simulate(
-        spec,
-        lives=[STEADY] * 3,
-        corpus=corpus,
-        script=come_late,
-        outage=outages,
-        disks=tmp_path,
-        within_seconds=WITHIN,
-    )
+    run = restored(corpus, tmp_path, come_late, rounds=24, min_nodes=3, later=later)
     assert_sound(run, rounds=24, nodes=3)
     assert run.final.token_clock == 24 * 3 * TOKENS
 
@@ -188,16 +171,8 @@ def test_a_third_of_the_nodes_that_never_return_are_not_waited_for_longer_than_a
     corpus: Corpus, tmp_path: Path
 ) -> None:
     gone = Life(seconds_per_inner_step=1.0, absences=((DIES_AT, None),))
-    spec = tiny(run={"rounds": 16, "min_nodes": 2}, deadlines=DEADLINES)
-    outage = Outage(copied_at=40.0, dies_at=DIES_AT, returns_at=RETURNS_AT)
-    run = simulate(
-        spec,
-        lives=[STEADY, STEADY, gone],
-        corpus=corpus,
-        outage=outage,
-        disks=tmp_path,
-        within_seconds=WITHIN,
-    )
+    lives = [STEADY, STEADY, gone]
+    run = restored(corpus, tmp_path, rounds=16, min_nodes=2, copied_at=40.0, lives=lives)
     assert_sound(run, rounds=16, nodes=2)
     new = [at for at in run.begins if at > RETURNS_AT]
     assert RETURNS_AT + 20 <= new[0] <= RETURNS_AT + DEADLINES["commit"] - 5
