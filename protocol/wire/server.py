@@ -48,6 +48,10 @@ BYTES_A_SECOND = 1 << 20
 Four MiB of empty entries take a core 150 ms to read, and 180 MB for as long as they are looked at. And who
 asks for all commits again and again is not to fill the coordinator's uplink."""
 
+BEGINNING = 4
+"""Messages with which a stream begins, and which count: roster, commit and plan, for who subscribes again and
+again. What is told later is the coordinator's to send, and in a large swarm it is much."""
+
 WHOLE_SECONDS = 60.0
 """From when a call begins its message must be here in so long. At 1 Mbit/s the longest takes half of it."""
 
@@ -156,10 +160,15 @@ class WholeMessages(grpc.aio.ServerInterceptor):
         self, handler: Any, messages: AsyncIterator[bytes], context: Context
     ) -> AsyncGenerator[bytes, None]:
         async with self._turn(messages, context) as message:
-            request = await read(handler, message, context)
-        async with aclosing(handler.unary_stream(request, context)) as answers:
+            answers = handler.unary_stream(await read(handler, message, context), context)
+        num_counted = 0
+        async with aclosing(answers):
             async for each in answers:
-                yield self._written(handler, each, context)
+                if num_counted < BEGINNING:
+                    num_counted += 1
+                    yield self._written(handler, each, context)
+                else:
+                    yield handler.response_serializer(each)
 
     @asynccontextmanager
     async def _turn(self, messages: AsyncIterator[bytes], context: Context) -> AsyncIterator[Any]:

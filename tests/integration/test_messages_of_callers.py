@@ -4,7 +4,7 @@ import asyncio
 import gc
 import logging
 import weakref
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,13 @@ from protocol.trust.credentials import Credentials
 from protocol.trust.pki import joining_name_in, server_name
 from protocol.v1 import session_pb2
 from protocol.wire.channel import MAX_MESSAGE_BYTES
-from protocol.wire.server import BYTES_A_SECOND, MOST_READ, ReadableMessages, WholeMessages
+from protocol.wire.server import (
+    BEGINNING,
+    BYTES_A_SECOND,
+    MOST_READ,
+    ReadableMessages,
+    WholeMessages,
+)
 from tests.integration.coordinator_scene import (
     LOCAL,
     PATIENCE_SECONDS,
@@ -182,3 +188,29 @@ async def test_what_a_member_sends_and_is_answered_is_counted(
         roster = await member.next("roster")
         assert (member.node_id, roster.ByteSize()) in counted
         await member.close()
+
+
+async def test_of_a_stream_its_beginning_is_counted_and_not_what_the_coordinator_tells_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Or a member of a large swarm would wait with its heartbeats for what it never asked for."""
+    counted: list[int] = []
+    monkeypatch.setattr(
+        WholeMessages, "count", lambda _, key, num_bytes, now: counted.append(num_bytes)
+    )
+
+    async def tells(message: bytes, context: Any) -> AsyncIterator[bytes]:
+        for number in range(2 * BEGINNING):
+            yield bytes(number + 1)
+
+    server = grpc.aio.server(interceptors=[WholeMessages()])
+    handler: Any = grpc.unary_stream_rpc_method_handler(tells, bytes, bytes)
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("s", {"Call": handler}),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        call: Any = channel.unary_stream("/s/Call")
+        told = [len(each) async for each in call(b"")]
+    await server.stop(None)
+    assert told == [*range(1, 2 * BEGINNING + 1)]
+    assert counted == [0, *range(1, BEGINNING + 1)]
