@@ -121,7 +121,11 @@ class Moves:
         moves them less than what has taken them out.
         """
         by_optimizers, by_others = float(self.by_optimizers), float(self.by_others)
-        return not self._is_steady and by_optimizers > 0 and max(FAR * by_optimizers, usual) < by_others
+        return (
+            not self._is_steady
+            and by_optimizers > 0
+            and max(FAR * by_optimizers, usual) < by_others
+        )
 
     @property
     def _is_steady(self) -> bool:
