@@ -5,6 +5,7 @@ import hashlib
 import inspect
 import math
 import random
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -154,6 +155,34 @@ def kin_of(model: nn.Module, places: Sequence[Place]) -> tuple[list[nn.Module], 
         elif {n: tuple(t.shape) or (1,) for n, t in tensors_of(each, places).items()} == shapes:
             copies.append(each)
     return wrappers, copies
+
+
+class EarlyCopies:
+    """Copies of the model that were made before `join`, and so of weights that it has replaced.
+
+    A reference is right so. An average (EMA) goes on from them, and the slower it is the longer.
+    """
+
+    def __init__(self, model: nn.Module, weights: Weights) -> None:
+        """Before the first weights are taken over."""
+        self._first = weights.few()
+        _, copies = kin_of(model, weights.places)
+        self._copies = [weakref.ref(each) for each in copies if self._way(each, weights) == 0]
+        self._replaced = 0.0
+
+    def look(self, weights: Weights) -> None:
+        """Once the first weights have been taken over."""
+        self._replaced = self._way(None, weights)
+
+    def are_averages(self, weights: Weights) -> bool:
+        """After some steps: whether one has moved, and not half as far as `join` has moved the model."""
+        copies = [copy for each in self._copies if (copy := each()) is not None]
+        most = self._replaced / 2
+        return any(0 < self._way(each, weights) < most for each in copies)
+
+    def _way(self, of: nn.Module | None, weights: Weights) -> float:
+        few = weights.few(of)
+        return math.inf if few.is_meta else float((few.to(self._first.device) - self._first).norm())
 
 
 def digest_of_function(function: Callable[..., Any] | None) -> str:

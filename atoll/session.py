@@ -19,7 +19,7 @@ from torch import nn
 from atoll.child import ChildNode
 from atoll.connection import VERSION, Connection, Message
 from atoll.errors import ConnectionLostError, ModelMismatchError, NoNodeError, SwarmError
-from atoll.evaluation import Evaluate, digest_of_function, evaluated
+from atoll.evaluation import EarlyCopies, Evaluate, digest_of_function, evaluated
 from atoll.frozen import check_frozen, software_of
 from atoll.log_file import LoopLog
 from atoll.optimizers import Optimizers
@@ -95,6 +95,7 @@ class Session:
         self.is_replaced = False  # weights were taken over; the loop sets it back
         self.steps_at_risk = 0  # trained, and not published yet
         self.follows = False  # the loop has asked how far the run is, or what it wants of rates
+        self._early: EarlyCopies | None = None  # until the first round is trained
         self._has_told_wait = False  # since it trained last
         self._has_told_rate = False  # that one was taken for what Muon trains
 
@@ -110,7 +111,11 @@ class Session:
             run=self.run.name,
             folder=str(self._folder),
         )
+        assert self._weights is not None
+        early = EarlyCopies(self._model, self._weights)
         self.serve()
+        early.look(self._weights)
+        self._early = early
 
     def serve(self) -> None:
         """Answers the order to train, and carries out others until the next one, or the end.
@@ -124,6 +129,7 @@ class Session:
         if training is not None:
             watch.ends(training.steps, weights.bits)
             self._tell(watch.advice(follows=self.follows))
+            self._tell_of_early_averages(weights)
             self.log.tell(logging.INFO, "trained", round=training.round, inner_steps=training.steps)
         own = watch.values()
         were_flat = weights.flat() if training is None else None
@@ -269,6 +275,16 @@ class Session:
                 f"of {min(flattened)} are all the same in the run, and were not here. To begin with the "
                 "loop's, make a run whose function loads them, or save them as a folder of transformers and "
                 "make it by 'atoll init NEWDIR --from FOLDER'",
+            )
+
+    def _tell_of_early_averages(self, weights: Weights) -> None:
+        early, self._early = self._early, None
+        if early is not None and early.are_averages(weights):
+            self._tell(
+                [
+                    "an average of this model was made before join, which has replaced the weights that it "
+                    "began with: it holds on to them. Make it after join, or copy the model's into it there"
+                ]
             )
 
     def _tell_rate_of_matrices(self, training: Training) -> bool:

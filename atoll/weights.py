@@ -192,8 +192,9 @@ class Weights:
     @torch.no_grad()
     def few(self, of: nn.Module | None = None) -> Tensor:
         """A few values of each tensor of the model, or of a copy of it, by which they are known again."""
-        reshard(of or self.model)
-        tensors = tensors_of(of or self.model, self.places)
+        model = self.model if of is None else of  # some have a length, and may be false
+        reshard(model)
+        tensors = tensors_of(model, self.places)
         return few_of_all(tensors[place.name] for place in self.places)
 
     @torch.no_grad()

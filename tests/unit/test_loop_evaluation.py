@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.optim.swa_utils import AveragedModel
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import atoll
 from atoll.evaluation import digest_of_function
@@ -21,6 +21,7 @@ from node.island.ranks.faults import LoopGoneError
 from tests.unit.loop_scene import (
     Normed,
     ends,
+    nudge,
     scene,
     work,
 )
@@ -203,6 +204,34 @@ async def test_an_average_in_a_model_of_its_own_is_no_measure_of_the_swarm_and_m
             await one.stops(thread)
         await ends(thread)
         del unmade
+
+
+@pytest.mark.parametrize(
+    ("made", "is_told"), [("before", True), ("after", False), ("by torch", False), ("fixed", False)]
+)
+async def test_an_average_of_the_weights_that_join_has_replaced_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, made: str, is_told: bool
+) -> None:
+    async with scene(tmp_path) as one:
+        model = Decoder(one.spec.decoder)
+        early = None if made == "after" else copy.deepcopy(model)
+        by_torch = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+
+        def train(swarm: atoll.Swarm) -> None:
+            average = early or copy.deepcopy(model)
+            while not swarm.is_over:
+                nudge(model)
+                with torch.no_grad():
+                    for slow, new in zip(average.parameters(), model.parameters(), strict=True):
+                        slow.lerp_(new, 0.1 if made in ("before", "after") else 0.0)
+                by_torch.update_parameters(model)
+                swarm.step(tokens=1)
+
+        thread = await one.joined(train, model=model)
+        await one.train(work(steps=2))
+        await one.stops(thread)
+    assert one.ended == [None]
+    assert ("an average of this model was made before join" in caplog.text) is is_told
 
 
 async def test_a_model_that_is_saved_whole_as_it_is_evaluated_loads_and_runs(
