@@ -11,6 +11,7 @@ and rows are written for these alone.
 """
 
 import asyncio
+import math
 import os
 import sqlite3
 import struct
@@ -21,6 +22,7 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
+from time import monotonic
 from typing import Any, Self
 
 import structlog
@@ -119,6 +121,7 @@ class Database:
         self._reader = reader or connection
         self._aside = aside or self._reader
         self._lock = lock
+        self._slow_told_at = -math.inf
         self._transaction = threading.Lock()  # held from BEGIN to COMMIT or ROLLBACK
         with self._in_our_words():
             connection.execute("PRAGMA journal_mode = WAL")
@@ -200,11 +203,26 @@ class Database:
 
     def commit(self) -> None:
         """Brings what was staged to the disk: all of it, or nothing when it raises. In any thread."""
+        began_at = monotonic()
         with self._in_our_words():
             try:
                 self._connection.execute("COMMIT")
             finally:
                 self._end()
+        self._tell_of_a_slow_disk(began_at, monotonic())
+
+    def _tell_of_a_slow_disk(self, began_at: float, now: float) -> None:
+        """All nodes wait for each write, and none of them sees why."""
+        seconds = now - began_at
+        if seconds >= SLOW_SECONDS and now >= self._slow_told_at + SLOW_TOLD_AGAIN_SECONDS:
+            self._slow_told_at = now
+            _log.warning(
+                "the disk is slow, and rounds wait for it",
+                folder=str(self.path.parent),
+                a_write_took_seconds=round(seconds, 1),
+                next_step="move the coordinator's folder to a faster disk of this machine, or end what else "
+                "keeps that disk busy",
+            )
 
     def _end(self) -> None:
         """Lets the next transaction begin, without what is left of this one."""
@@ -473,6 +491,9 @@ def _is_saved_as(before: Member | None, after: Member) -> bool:
 
 # What the coordinator's disk has left, said before it refuses a write, which would end the coordinator.
 
+
+SLOW_SECONDS, SLOW_TOLD_AGAIN_SECONDS = 2.0, 600.0
+"""A write that takes so long is told, and not again for a while: each of a round's reports waits for one."""
 
 LOOK_SECONDS = 20.0
 

@@ -9,8 +9,8 @@ same parameters, which is fragments times the steps of a round. What is late is 
 step of that costs as several of the interval. Four times the steps cost a quarter: so it was from 1,600 to
 6,400 steps with AdamW. Muon's 4,800 and 9,600 steps lost 1.4 to 2.4 times what that makes of its 1,200, at
 every interval, so that the same is chosen (benchmarks.race --times). All figures are of models of 0.1 million
-parameters, and none of a large one (benchmarks.convergence, "frontier" and "long"; benchmarks.learning.intervals,
-whose --fit finds SELDOM and LATE).
+parameters, and none of a large one (benchmarks.convergence, "frontier" and "long";
+benchmarks.learning.intervals, whose --fit finds SELDOM and LATE).
 
 Fragments send as much for an inner step, headers apart. They bring results sooner, and cost round trips.
 """

@@ -394,12 +394,19 @@ def sitting_out_in_words(members: Iterable[Member], number: int) -> str:
 
 def waiting_in_words(member: Member, number: int) -> str:
     """What a member is told that sits out when this round is planned next; empty for others."""
-    if member.state not in PRESENT or member.against.back_at_round <= number:
+    if member.state not in PRESENT:
         return ""
-    return (
-        f"waits until round {member.against.back_at_round}: most of the others point against what came of "
-        "it; see whether its data, its model code and its devices are as theirs"
-    )
+    if member.against.back_at_round > number:
+        return (
+            f"waits until round {member.against.back_at_round}: most of the others point against what came "
+            "of it; see whether its data, its model code and its devices are as theirs"
+        )
+    if member.standing.back_at_round > number:
+        return (
+            f"waits until round {member.standing.back_at_round}: it was too late in round "
+            f"{member.standing.late_round}; see whether its link or its machine stalls"
+        )
+    return ""
 
 
 def spoken_against(

@@ -32,6 +32,7 @@ from coordinator.swarm.start import (
 )
 from coordinator.swarm.state import Awaited, Measured, Round, RoundPhase, SwarmState
 from coordinator.swarm.turn import is_present, name_of, names_of, present_members
+from coordinator.swarm.weighing import returning
 from protocol.trust.rulings import Ruling
 from protocol.wire.messages import Trained
 from protocol.wire.rounds import NodeId, training_in
@@ -254,6 +255,11 @@ def _asked(state: SwarmState, current: Round) -> str:
 
 
 def _applying(state: SwarmState, current: Round, now: float) -> str:
+    if current.returns_until is not None and (due := returning(state, current)):
+        return (
+            f"applying: waiting for {names_of(state, [one.node_id for one in due])}, left out until now, to "
+            f"fetch round {current.number}, {left_in_words(state, current.returns_until, now)}"
+        )
     waiting = [n for n in awaited_appliers(state, current) if n not in current.applied]
     left = left_in_words(state, current.apply_deadline, now)
     is_extended = current.apply_deadline > current.committed_at + state.rules.apply_seconds

@@ -188,7 +188,10 @@ def expire_leases(turn: Turn) -> None:
     if not members_of(turn.state).is_lease_over(turn.now):
         return
     silent = [m for m in present_members(turn.state) if m.lease_until <= turn.now]
-    give_up(turn, silent, reason=f"silent for {turn.state.rules.lease_seconds:g} s")
+    cut_off = [member for member in silent if not member.is_heard]
+    give_up(turn, cut_off, reason="its connection ended, and it has not come back")
+    still = [member for member in silent if member.is_heard]
+    give_up(turn, still, reason=f"silent for {turn.state.rules.lease_seconds:g} s")
 
 
 def give_up(turn: Turn, members: Sequence[Member], *, reason: str) -> None:

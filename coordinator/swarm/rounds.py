@@ -496,7 +496,8 @@ def settle_round(turn: Turn) -> None:
             later = replace(current, apply_deadline=turn.now + more, is_prolonged=True)
             turn.put_round(later)
             return
-        if not is_late and await_returning(turn, current):
+        is_waiting = current.returns_until is not None
+        if (is_waiting or not is_late) and await_returning(turn, current):
             return
         times = times_when_applied(turn.state, current, awaited, turn.now)
         turn.state = replace(turn.state, phase_times=times)

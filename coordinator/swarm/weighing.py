@@ -285,6 +285,9 @@ waited for."""
 LEAST_HURRY_SECONDS, LEAST_TRIAL_SECONDS = 1.0, 4.0
 """Newcomers have so much longer than the others at least: an inner step and the reports take their time."""
 
+PATIENT_TRIALS = 3
+"""Of a member without confirmed work: so often others wait for it as long as it needs to fetch results."""
+
 BRIEF_HURRY_SECONDS, BRIEF_TRIAL_SECONDS = 0.5, 1.0
 """Those on trial likewise: where others train in no time, nobody could come back by being in time."""
 
@@ -410,33 +413,42 @@ def note_appliers(turn: Turn, current: Round, awaited: Sequence[NodeId]) -> None
             _in_time(turn, node_id)
 
 
+def returning(state: SwarmState, current: Round) -> list[Member]:
+    """Those who were left out, are due back in the next plan, and lack the state that it builds on."""
+    known = {*assignments_of(current), *current.applied}
+    return [
+        member
+        for member in available_members(state)
+        if member.standing.is_on_trial and member.standing.back_at_round <= current.number + 1
+        if not member.cannot_train and member.node_id not in known
+    ]
+
+
 def await_returning(turn: Turn, current: Round) -> bool:
     """Whether a settled round waits a little for those who were left out, and are due back in the next plan.
 
-    They fetch results that participants are sent, so they are always a little later than these: without
-    the wait they would hold the state that a plan builds on only after it has gone out, each time. Who does
-    not use it is at fault once more, so it costs others that much less often.
+    They fetch results that participants are sent: without the wait they would hold the state that a plan
+    builds on only after it has gone out, each time. As many bytes took the others the round's exchange; those
+    with confirmed work have half as long again, others a few times. Who does not use it is at fault once
+    more, so it costs others that much less often.
     """
-    takes_part = assignments_of(current)
-    due = [
-        member.node_id
-        for member in available_members(turn.state)
-        if member.standing.is_on_trial
-        and not member.cannot_train
-        and member.standing.back_at_round <= current.number + 1
-        and member.node_id not in takes_part
-        and member.node_id not in current.applied
-    ]
-    if not due:
+    if not (due := returning(turn.state, current)):
         return False
     if (until := current.returns_until) is None:
-        took = turn.now - current.committed_at
-        until = turn.now + max((TRIAL_MARGIN - 1) * took, BRIEF_TRIAL_SECONDS)
-        turn.put_round(replace(current, returns_until=until))
+        applied_in = turn.now - current.committed_at
+        trained_at = max(current.trained_at.values(), default=current.committed_at)
+        is_patient = any(
+            one.standing.num_faults <= PATIENT_TRIALS or worth(one.work, current.number)
+            for one in due
+        )
+        fetching = is_patient * TRIAL_MARGIN * (current.committed_at - trained_at)
+        wait = max((TRIAL_MARGIN - 1) * applied_in, fetching, BRIEF_TRIAL_SECONDS)
+        until, latest = turn.now + wait, max(current.apply_deadline, turn.now + wait)
+        turn.put_round(replace(current, returns_until=until, apply_deadline=latest))
     if turn.now < until:
         return True
-    for node_id in due:
-        _at_fault(turn, node_id, current.number)
+    for one in due:
+        _at_fault(turn, one.node_id, current.number)
     return False
 
 

@@ -8,7 +8,16 @@ import pytest
 from structlog.testing import capture_logs
 
 from coordinator.authority_key import encrypted, refuse_damaged
-from coordinator.database import AGAIN, DATABASE_NAME, LEAST_BYTES, DiskRoom, Room
+from coordinator.database import (
+    AGAIN,
+    DATABASE_NAME,
+    LEAST_BYTES,
+    SLOW_SECONDS,
+    SLOW_TOLD_AGAIN_SECONDS,
+    Database,
+    DiskRoom,
+    Room,
+)
 from protocol.errors import BadDataError
 from protocol.trust.pki import Authority, new_swarm_id
 from protocol.v1 import status_pb2 as pb
@@ -82,3 +91,19 @@ def test_a_folder_that_cannot_be_looked_at_is_not_told_of(tmp_path: Path) -> Non
     room.look()
     room.add_to(run)
     assert not run.HasField("disk_free_bytes") and not run.is_disk_low
+
+
+def test_a_disk_that_takes_seconds_for_a_write_is_told_once_in_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    again = SLOW_TOLD_AGAIN_SECONDS
+    writes = [(0, 0.1), (1, SLOW_SECONDS), (4, SLOW_SECONDS), (again, SLOW_SECONDS + 3)]
+    clock = iter([time for start, seconds in writes for time in (start, start + seconds)])
+    monkeypatch.setattr("coordinator.database.monotonic", lambda: next(clock))
+    database, told = Database.in_memory(), []
+    for _ in writes:
+        with capture_logs() as logged, database.writing():
+            pass
+        told.append([line["event"] for line in logged])
+    slow = ["the disk is slow, and rounds wait for it"]
+    assert told == [[], slow, [], slow]

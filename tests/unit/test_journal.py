@@ -2,11 +2,11 @@
 
 from coordinator.dashboard.news_file import sentence_of
 from coordinator.journal import News, farewell, news_of
-from coordinator.swarm.events import Started, Ticked
+from coordinator.swarm.events import Started, StreamBroken, Ticked
 from coordinator.swarm.state import SwarmState
 from coordinator.swarm.transition import Transition
 from protocol.wire.messages import RefetchAsked
-from protocol.wire.rounds import Digest
+from protocol.wire.rounds import Digest, NodeId
 from tests.unit.swarm_scene import INITIAL, Scene, digest_of
 
 
@@ -61,15 +61,21 @@ def test_a_node_that_fetches_the_first_weights_is_no_news_of_another_state() -> 
 
 def test_why_a_node_is_gone_is_told() -> None:
     scene = ToldScene(min_nodes=3)
-    scene.attach("a", "b")
+    scene.attach("a", "b", "c")
     scene.leave("a")
+    session_id = scene.member("c").session_id
+    scene.do(StreamBroken(node_id=NodeId("c"), session_id=session_id))
     lease = scene.state.rules.lease_seconds
     scene.now += lease
     scene.do(Ticked())
     why = {
         n.facts["node"]: n.facts["why"] for n in scene.news if n.what in ("node left", "node lost")
     }
-    assert why == {"a": "tired", "b": f"silent for {lease:g} s"}
+    assert why == {
+        "a": "tired",
+        "b": f"silent for {lease:g} s",
+        "c": "its connection ended, and it has not come back",
+    }
     left = next(n for n in scene.news if n.what == "node left")
     assert sentence_of(left) == "a has left: tired"
 

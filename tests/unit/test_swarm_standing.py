@@ -1,13 +1,18 @@
 """Who misses deadlines is left out of what the next ones wait for."""
 
+from dataclasses import replace
+
 import pytest
 
-from coordinator.swarm.members import Standing
+from coordinator.swarm.conviction import waiting_in_words
+from coordinator.swarm.explain import explain
+from coordinator.swarm.members import Standing, Work
 from coordinator.swarm.state import RoundPhase
 from coordinator.swarm.weighing import (
     BRIEF_TRIAL_SECONDS,
     FORGOTTEN_AFTER,
     HURRY_MARGIN,
+    PATIENT_TRIALS,
     TRIAL_MARGIN,
 )
 from protocol.wire.messages import ParticipantsIdle, RoundCommitted
@@ -294,19 +299,23 @@ def test_who_missed_a_deadline_is_back_by_training_as_fast_as_those_that_take_no
     assert IDLER in participants(scene)
 
 
-def left_out(scene: Scene, *, idler_applies_after: float | None) -> list[float]:
+def left_out(
+    scene: Scene, *, idler_applies_after: float | None, exchange_seconds: float = 0.0
+) -> list[float]:
     """Rounds of a second in which nobody counts on the idler; how long each took, and who then plans it."""
     seconds: list[float] = []
     while IDLER not in participants(scene) and len(seconds) < 12:
         began, number = scene.now, scene.round.number
         scene.wait(1)
         in_no_time(scene, *HONEST)
+        scene.wait(exchange_seconds)
         scene.commit(*HONEST)
         scene.apply(digest_of(f"after {number}"), *HONEST, round=number)
         if idler_applies_after is not None:
             scene.wait(idler_applies_after)
             scene.apply(digest_of(f"after {number}"), IDLER, round=number)
         elif scene.round.number == number:
+            assert "waiting for idler, left out until now" in explain(scene.state, scene.now)
             scene.wait_until(scene.round.returns_until or scene.now)
         seconds.append(scene.now - began)
     return seconds
@@ -329,3 +338,33 @@ def test_who_never_comes_back_though_it_is_due_costs_a_second_more_and_more_rare
     assert max(seconds) <= 1 + BRIEF_TRIAL_SECONDS
     assert sum(each > 1 for each in seconds) <= 3
     assert scene.member(IDLER).standing.num_faults <= 4
+
+
+@pytest.mark.parametrize(
+    ("work", "num_faults", "comes_back"),
+    [(None, 6, True), (Work(), PATIENT_TRIALS, True), (Work(), PATIENT_TRIALS + 1, False)],
+)
+def test_who_was_left_out_has_as_long_as_an_exchange_to_fetch_what_others_were_sent(
+    work: Work | None, num_faults: int, comes_back: bool
+) -> None:
+    """A large model over a slow link: its results take the others as long, before they commit."""
+    scene = swarm()
+    a_round(scene, *HONEST)
+    member = scene.member(IDLER)
+    assert waiting_in_words(member, 3).startswith("waits until round 4: it was too late in round 2")
+    standing = replace(member.standing, num_faults=num_faults)
+    scene.change(IDLER, standing=standing, work=member.work if work is None else work)
+    seconds = left_out(scene, idler_applies_after=25, exchange_seconds=20)
+    assert (len(seconds) == 1) == comes_back
+    assert (IDLER in participants(scene)) == comes_back
+
+
+def test_who_does_not_come_back_after_a_long_exchange_costs_others_as_much_and_more_rarely() -> (
+    None
+):
+    scene = swarm()
+    a_round(scene, *HONEST)
+    seconds = left_out(scene, idler_applies_after=None, exchange_seconds=20)
+    usual = 1 + 20
+    assert max(seconds) <= usual + TRIAL_MARGIN * 20
+    assert sum(each > usual for each in seconds) <= 3
