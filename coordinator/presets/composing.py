@@ -428,7 +428,7 @@ def _learning_rate(wanted: Wanted, trained: Trained) -> tuple[float, str]:
         return trained.learning_rate, why if is_function else ""
     rate, why = trained.learning_rate / CONTINUED_SHARE, "a fifth of a new model's of this size"
     if is_function:
-        return float(f"{rate:.2g}"), f"{why}, for the function loads its weights"
+        return float(f"{rate:.2g}"), f"{why}, as a decoder's, for the function loads its weights"
     if wanted.lora is not None:
         return float(f"{ADAPTERS_TIMES * rate:.2g}"), f"adapters': ten times {why}"
     return float(f"{rate:.2g}"), f"{why}, for the weights are given"

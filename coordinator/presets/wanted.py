@@ -82,9 +82,7 @@ class Facts:
     training_shards: Sequence[int] = ()  # tokens of each: no sample goes from one into the next
     held_out_shards: Sequence[int] = ()
     packed_context: int | None = None  # of rows with padding; None: samples cut through documents
-    has_loaded: bool = (
-        False  # whether weights are a folder's, or a function's that it has not drawn
-    )
+    has_loaded: bool = False  # whether weights are a folder's, or a function has loaded them
     notes: Sequence[str] = ()
     first_digest: str = ""  # of given weights
     first_weights: str = ""  # the file of the run's folder, or transformers' folder, with them
