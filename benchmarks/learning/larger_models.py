@@ -249,11 +249,11 @@ def tries_of(
     return found
 
 
-def best_rates(known: dict[Try, float], size: str) -> dict[str, float]:
+def best_rates(known: dict[Try, float], size: str, text: str) -> dict[str, float]:
     """By the tuning runs, of each optimizer."""
     found: dict[str, float] = {}
     for optimizer in SIZES[size].rates:
-        runs = [t for t in tuning(size, "") if t.optimizer == optimizer and t in known]
+        runs = [t for t in tuning(size, text) if t.optimizer == optimizer and t in known]
         if runs:
             found[optimizer] = min(runs, key=known.__getitem__).rate
     return found
@@ -360,7 +360,13 @@ def main() -> None:
             wanted = [
                 tried
                 for size in options.sizes
-                for tried in tries_of(size, best_rates(known, size), options.seed, options.ratios)
+                for tried in tries_of(
+                    size,
+                    best_rates(known, size, options.text),
+                    options.seed,
+                    options.ratios,
+                    options.text,
+                )
             ]
             # Those that say most first: a lent GPU may be gone before the last.
             all_of(

@@ -167,7 +167,9 @@ def test_who_joins_is_told_what_the_run_is_takes_and_brings(folder: Path) -> Non
         node = swarm.start_node("first")
         until(lambda: swarm.status().run.committed_round > 0, "a round")
         swarm.does("training", "first")
-        assert 0 < node.log.find("the run reads") < node.log.find("loading torch")
+        told = ("the run reads", "loading torch", "trains here")
+        assert sorted(told, key=node.log.find) == list(told) and told[0] in node.log
+        assert "on=cpu precision=fp32" in node.log
         assert first[3].removeprefix("it reads: ") in node.log
         second = joined("second")
         assert re.search(

@@ -57,7 +57,8 @@ def test_a_gpu_and_a_cpu_end_with_the_same_bits(name: str, tmp_path: Path) -> No
         memories = [node.shared_memory() for node in nodes]
         for node, memory in zip(nodes, memories, strict=True):
             node.ends(memory)
-        assert "cuda:0" in nodes[0].log
+        for node, device in zip(nodes, ("cuda:0", "cpu"), strict=True):
+            assert f"on={device}" in node.log, node.log
         losses = [told.loss for told in swarm.status().run.held_out_losses]
         assert losses[-1] < losses[0], losses
         told = swarm.nodes()

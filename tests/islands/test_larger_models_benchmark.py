@@ -18,11 +18,11 @@ from benchmarks.learning.larger_models import (
 
 def test_the_best_rate_of_the_ceiling_is_everybodys_and_losses_stand_beside_the_ceilings() -> None:
     rates = SIZES["tiny"].rates
-    known = {tried: 4.0 + tried.rate for tried in tuning("tiny")}
-    best = best_rates(known, "tiny")
+    known = {tried: 4.0 + tried.rate for tried in tuning("tiny", "a.py")}
+    best = best_rates(known, "tiny", "a.py")
     assert best == {optimizer: min(tried) for optimizer, tried in rates.items()}
     for seed, above in ((3, 1.1), (5, 1.2)):
-        tries = tries_of("tiny", best, seed=seed)
+        tries = tries_of("tiny", best, seed=seed, text="a.py")
         assert {tried.rate for tried in tries} == set(best.values())
         assert all(tried.seed == seed and tried.steps == SIZES["tiny"].steps for tried in tries)
         known |= {tried: 3.0 * above if tried.interval else 3.0 for tried in tries}
