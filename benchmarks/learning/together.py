@@ -1,0 +1,184 @@
+"""How much sooner several nodes reach the held-out loss that one reaches alone. In virtual time.
+
+    python -m benchmarks.learning.together [--ratio 50] [--nodes 2 4 8] [--times 2] [--optimizer muon]
+        [--seeds 0] [--processes 1] [--results docs/results/together.jsonl] [--report]
+
+A node alone trains for the whole time (benchmarks.race says what is trained, and what R is). Several nodes
+train for parts of that time, each with a schedule that ends within it, by the exchange that presets choose
+for their links; and so does data parallelism over links without limits, whose batch is as large as all nodes'
+together. Between two parts the logarithm of the time is taken to be straight in the loss. Each contender has
+its best of three inner rates or more, tried with the most steps of two nodes or one. What is in the file of
+results is not run again.
+"""
+
+import operator
+import statistics
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+from benchmarks.measurement import Rows, add_results, markdown, parser_of
+from benchmarks.race import (
+    ATOLL,
+    CEILING,
+    RACES,
+    RATES,
+    TINY,
+    TRAINED,
+    Known,
+    Losing,
+    Race,
+    Try,
+    best_among,
+    known_in,
+    outer_by_presets,
+    prepare_process,
+    racing,
+    run,
+    share_at,
+    slower,
+)
+from lab.processes.family import nothing_left
+
+RESULTS = Path("docs/results/together.jsonl")
+
+SHARES = {2: (0.75, 0.5, 0.35), 4: (0.5, 0.35, 0.25), 8: (0.35, 0.25, 0.17)}
+"""By the number of nodes: parts of the time, tried until one ends higher than a node alone."""
+
+
+def first_try(*, ratio: int, nodes: int, times: int, optimizer: str, contender: str) -> Try:
+    """With the middle rate, in the longest part of the time."""
+    return Try(
+        ratio=ratio,
+        num_nodes=nodes,
+        contender=contender,
+        optimizer=optimizer,
+        rate=RATES[optimizer][0],
+        outer=outer_by_presets(replace(RACES[ratio], num_nodes=nodes), optimizer, times=times)
+        if contender == ATOLL
+        else (1.0, 0.0),
+        share=SHARES[nodes][0] if nodes > 1 else 1.0,
+        times=times,
+    )
+
+
+def at_its_best_rate(first: Try, losses_of: Losing) -> Try:
+    """The middle rate, or a lower one while that is better."""
+    best = first
+    while (lower := best_among([best, slower(best)], losses_of)) != best:
+        best = lower
+    return best
+
+
+def compete(alone: Try, nodes: Sequence[int], seeds: Sequence[int], losses_of: Losing) -> None:
+    """All runs that the table needs."""
+    alone = at_its_best_rate(alone, losses_of)
+    goals = losses_of([replace(alone, seed=seed) for seed in seeds])
+    for contender in (ATOLL, CEILING):
+        rate = 0.0
+        for number in nodes:
+            first = first_try(
+                ratio=alone.ratio,
+                nodes=number,
+                times=alone.times,
+                optimizer=alone.optimizer,
+                contender=contender,
+            )
+            rate = rate or at_its_best_rate(first, losses_of).rate
+            for share in SHARES[number]:
+                tries = [replace(first, rate=rate, seed=seed, share=share) for seed in seeds]
+                are_higher = all(map(operator.gt, losses_of(tries), goals))
+                if are_higher and share != SHARES[number][0]:  # two points make a line
+                    break
+
+
+def run_among(tried: Try, *, race: Race, base: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Trains with as many nodes as the try says."""
+    return run(tried, race=replace(race, num_nodes=tried.num_nodes), base=base)
+
+
+def report(known: Known) -> Iterator[str]:
+    """A table for each R, length and optimizer."""
+    alone = [each for each in known if each.num_nodes == 1]
+    for case in sorted({(each.ratio, each.times, each.optimizer) for each in alone}):
+        here = {
+            each: row["loss"]
+            for each, row in known.items()
+            if (each.ratio, each.times, each.optimizer) == case and row["loss"] is not None
+        }
+        rate = min((each for each in here if each.num_nodes == 1), key=here.__getitem__).rate
+        goals = {e.seed: here[e] for e in here if (e.num_nodes, e.rate) == (1, rate)}
+        rows = [
+            (contender, number, _sooner(here, contender, number, goals))
+            for contender in (ATOLL, CEILING)
+            for number in sorted({each.num_nodes for each in here} - {1})
+        ]
+        ratio, times, optimizer = case
+        steps = times * RACES[ratio].steps
+        losses = ", ".join(f"{loss:.4f}" for loss in goals.values())
+        yield (
+            f"R = {ratio}, {optimizer}, one node alone: {steps} steps to {losses}\n\n"
+            + markdown(("contender", "nodes", "× as fast as one alone"), rows)
+        )
+
+
+def _sooner(here: dict[Try, float], contender: str, number: int, goals: dict[int, float]) -> str:
+    """Mean of seeds, with the least and the most of several; signed where parts do not reach so far."""
+    runs = {
+        e: loss for e, loss in here.items() if (e.contender, e.num_nodes) == (contender, number)
+    }
+    if not runs:
+        return ""
+    rate = min(runs, key=runs.__getitem__).rate
+    found = []
+    for seed, goal in goals.items():
+        curve = [(e.share, loss) for e, loss in runs.items() if (e.seed, e.rate) == (seed, rate)]
+        if len(curve) > 1:
+            found.append(share_at(goal, curve))
+    if not found:
+        return ""
+    values = [1 / share for share, _ in found]
+    sign = {"more": "under ", "less": "over "}.get("".join({sign for _, sign in found}), "")
+    spread = f" ({min(values):.2f} to {max(values):.2f})" if len(values) > 1 else ""
+    return f"{sign}{statistics.mean(values):.2f}{spread}"
+
+
+def main() -> None:
+    """Runs what is missing, and prints the tables."""
+    parser = parser_of(__doc__)
+    parser.add_argument("--ratio", type=int, choices=list(RACES), default=50)
+    parser.add_argument("--nodes", type=int, nargs="+", choices=list(SHARES), default=list(SHARES))
+    parser.add_argument("--times", type=int, default=2, help="the usual time of the race")
+    parser.add_argument("--optimizer", choices=list(RATES), default="muon")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--processes", type=int, default=1, help="tries that run side by side")
+    parser.add_argument("--report", action="store_true", help="only print what is there")
+    parser.add_argument("--quick", action="store_true", help="tiny runs, to see that it works")
+    add_results(parser, RESULTS)
+    options = parser.parse_args()
+    known = known_in(options.results)
+    if not options.report:
+        race = RACES[options.ratio]
+        race = replace(race, steps=15 * race.steps // 800) if options.quick else race
+        spawn = get_context("spawn")
+        with ProcessPoolExecutor(options.processes, spawn, initializer=prepare_process) as pool:
+            run_one = partial(run_among, race=race, base=TINY if options.quick else TRAINED)
+            losses_of = racing(pool, known, Rows(options.results), run_one)
+            alone = first_try(
+                ratio=options.ratio,
+                nodes=1,
+                times=options.times,
+                optimizer=options.optimizer,
+                contender=CEILING,
+            )
+            compete(alone, options.nodes, options.seeds, losses_of)
+    print("\n\n".join(report(known)))
+
+
+if __name__ == "__main__":
+    with nothing_left():
+        main()
