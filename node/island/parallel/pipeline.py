@@ -14,15 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_gather_single_autograd
-from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import (
-    PipelineScheduleMulti,
-    Schedule1F1B,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-    ScheduleZBVZeroBubble,
-)
 from torch.utils._pytree import tree_flatten, tree_map
 
 from node.island.models.architecture import Counted, Tree
@@ -34,13 +25,14 @@ from node.island.ranks.accelerator import LossScale, autocast
 from protocol.errors import ConfigError
 from protocol.run.run_spec import RunSpec
 
-SCHEDULES: dict[ScheduleName, Any] = {
-    "gpipe": ScheduleGPipe,  # Huang et al., 2019
-    "1f1b": Schedule1F1B,  # PipeDream-Flush, Narayanan et al., 2021
-    "interleaved-1f1b": ScheduleInterleaved1F1B,  # Narayanan et al., 2021, section 2.2
-    "interleaved-zero-bubble": ScheduleInterleavedZeroBubble,
-    "zbv": ScheduleZBVZeroBubble,  # Qi et al., "Pipeline parallelism with controllable memory", 2024
+SCHEDULES: dict[ScheduleName, str] = {
+    "gpipe": "ScheduleGPipe",  # Huang et al., 2019
+    "1f1b": "Schedule1F1B",  # PipeDream-Flush, Narayanan et al., 2021
+    "interleaved-1f1b": "ScheduleInterleaved1F1B",  # Narayanan et al., 2021, section 2.2
+    "interleaved-zero-bubble": "ScheduleInterleavedZeroBubble",
+    "zbv": "ScheduleZBVZeroBubble",  # Qi et al., "Pipeline parallelism with controllable memory", 2024
 }
+"""By their names in torch, which loads its compiler with them: a second, and nothing to a rank alone."""
 
 
 class Ends(Protocol):
@@ -80,6 +72,8 @@ class Pipeline:
         dtype: torch.dtype,
         loss_scale: LossScale,
     ) -> None:
+        from torch.distributed.pipelining import PipelineStage, schedules  # see SCHEDULES
+
         assert mesh.devices is not None
         shape = mesh.shape
         self._mesh = mesh
@@ -115,9 +109,9 @@ class Pipeline:
             )
             for stage, part in zip(mesh.stages, parts, strict=True)
         ]
-        schedule = SCHEDULES[shape.schedule]
+        schedule = getattr(schedules, SCHEDULES[shape.schedule])
         self._schedule = schedule(
-            stages if issubclass(schedule, PipelineScheduleMulti) else stages[0],
+            stages if issubclass(schedule, schedules.PipelineScheduleMulti) else stages[0],
             num_microbatches,
             loss_fn=self._scaled_loss_of,
         )
