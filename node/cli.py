@@ -268,7 +268,7 @@ def follow(
     require_installed(to="follow a node")
     from node.hosts.wire import HostToken
     from node.island.ranks.devices import check_choice
-    from protocol.files.durable import make_folder
+    from protocol.files.durable import OURS_ALONE, make_folder
     from protocol.terminal.logging import keeping_the_end, start_logging
 
     leader = HostToken.read(token)
@@ -276,7 +276,7 @@ def follow(
     own_name = name or socket.gethostname()[:64] or "host"
     # A name is no path: one with a slash in it would lead elsewhere.
     folder = checkpoints or Path(f"inner-{own_name.replace('/', '-')}")
-    make_folder(folder)
+    make_folder(folder, mode=OURS_ALONE)
     start_logging(as_json=log_json, folder=folder, process="follower", node=own_name)
     with keeping_the_end(folder, "follower"):
         from node.hosts.following import run_follower

@@ -6,7 +6,8 @@ often cannot delay heartbeats. All who watch get the same bytes, made once.
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from importlib import resources
 from time import thread_time
@@ -50,6 +51,14 @@ SITE = {
 }
 
 
+@dataclass(slots=True)
+class _Made:
+    """What all who ask get until its rest is over."""
+
+    body: bytes
+    until: float
+
+
 class Pages:
     """Answers from the status desk, as of one instant."""
 
@@ -84,6 +93,7 @@ class Pages:
         self._stamp: tuple[int, ...] = ()  # of the curves that readers are told to have
         self._curves: tuple[tuple[int, ...], bytes] = ((), b"")
         self._curves_at, self._curves_rest = float("-inf"), EVERY_SECONDS
+        self._made: dict[str, _Made] = {}  # by path
 
     def by_path(self) -> Mapping[str, Page]:
         """All pages."""
@@ -163,27 +173,51 @@ class Pages:
 
     async def news(self) -> Answer:
         """All that is kept of what has happened, newest first."""
-        return Answer(body=_as_json(lambda: self._news.latest)[0], content_type=JSON)
+
+        async def lines() -> Callable[[], bytes]:
+            latest = self._news.latest
+            return lambda: _as_json(lambda: latest)[0]
+
+        return Answer(body=await self._at_rest("/news", lines), content_type=JSON)
 
     async def written(self) -> Answer:
         """All that is kept of what models wrote, newest first."""
-        written = [*map(written_view, self._desk.written())]
-        return Answer(body=_as_json(lambda: written)[0], content_type=JSON)
+
+        async def texts() -> Callable[[], bytes]:
+            written = [*map(written_view, self._desk.written())]
+            return lambda: _as_json(lambda: written)[0]
+
+        return Answer(body=await self._at_rest("/written", texts), content_type=JSON)
 
     async def metrics(self) -> Answer:
         """For Prometheus."""
-        status = self._status()
-        closed = (await self._desk.list_rounds(pb.ListRoundsRequest(limit=1))).rounds
-        newest = closed[0] if closed else None
-        counts = self._tally.counts(self._now())
-        text = await self._written(
-            lambda: board_of(status, newest, counts, version=self._version).text()
-        )
-        return Answer(body=text, content_type=CONTENT_TYPE)
 
-    async def _written(self, write: Callable[[], bytes]) -> bytes:
+        async def values() -> Callable[[], bytes]:
+            status = self._status()
+            closed = (await self._desk.list_rounds(pb.ListRoundsRequest(limit=1))).rounds
+            newest = closed[0] if closed else None
+            counts = self._tally.counts(self._now())
+            return lambda: board_of(status, newest, counts, version=self._version).text()
+
+        return Answer(body=await self._at_rest("/metrics", values), content_type=CONTENT_TYPE)
+
+    async def _at_rest(
+        self, path: str, read: Callable[[], Awaitable[Callable[[], bytes]]]
+    ) -> bytes:
+        """What `read` finds, written out in a thread: at most a LEAST_REST-th of a core, whoever asks.
+
+        On loopback nobody needs a token, so any program of the machine may ask in a loop.
+        """
         async with self._writing:
-            return await asyncio.to_thread(write)
+            made = self._made.get(path)
+            if made is None or self._now() >= made.until:
+                began = thread_time()
+                write = await read()
+                spent = thread_time() - began
+                body, written = await asyncio.to_thread(_timed, write)
+                rest = max(EVERY_SECONDS, LEAST_REST * (spent + written))
+                made = self._made[path] = _Made(body=body, until=self._now() + rest)
+            return made.body
 
     async def healthz(self) -> Answer:
         """For who restarts it: 200 while rounds can go on. It needs no token, so it must cost nothing."""
@@ -207,6 +241,10 @@ async def _ready(answer: Answer) -> Answer:
 
 def _as_json(make: Callable[[], object]) -> tuple[bytes, float]:
     """On one line, as an event has to be, no NaN, which no browser reads; and seconds of a core for it."""
+    return _timed(lambda: json.dumps(make(), separators=(",", ":"), allow_nan=False).encode())
+
+
+def _timed(make: Callable[[], bytes]) -> tuple[bytes, float]:
     began = thread_time()
-    text = json.dumps(make(), separators=(",", ":"), allow_nan=False).encode()
-    return text, thread_time() - began
+    made = make()
+    return made, thread_time() - began

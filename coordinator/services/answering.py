@@ -54,22 +54,37 @@ MOST_TOLD = 64
 """Nodes that are not let in, and that the log names: of those that joined after a copy was made, for one."""
 
 
+MOST_ATTACHES = 30
+ATTACHES_A_SECOND = 1 / 3
+"""A member may attach so often. Each time all others are told where it is, and dial it there, and the disk
+takes a line of the database and one of the log. A link that drops every ten seconds has a third of it."""
+
+
 class CallRates:
     """How many calls each member has left: a bucket that fills with time (a token bucket)."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        clock: Callable[[], float],
+        *,
+        most: int = MOST_CALLS,
+        a_second: float = CALLS_A_SECOND,
+        next_step: str = f"call less than {CALLS_A_SECOND:g} times a second",
+    ) -> None:
+        self._most = most
+        self._a_second = a_second
+        self._next_step = next_step
         self._clock = clock
         self._left: dict[NodeId, tuple[float, float]] = {}  # calls, and when that was
 
     def take(self, node_id: NodeId) -> None:
         """Counts a call; raises TemporaryError when there were too many."""
         now = self._clock()
-        left, at = self._left.get(node_id, (float(MOST_CALLS), now))
-        left = min(float(MOST_CALLS), left + CALLS_A_SECOND * (now - at))
+        left, at = self._left.get(node_id, (float(self._most), now))
+        left = min(float(self._most), left + self._a_second * (now - at))
         if left < 1:
             raise TemporaryError(
-                f"{MOST_CALLS} calls of node {node_id} came at once",
-                next_step=f"call less than {CALLS_A_SECOND:g} times a second",
+                f"{self._most} calls of node {node_id} came at once", next_step=self._next_step
             )
         self._left[node_id] = (left - 1, now)
 

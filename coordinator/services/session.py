@@ -19,7 +19,17 @@ from coordinator.driver import Driver, Session
 from coordinator.invite_rows import EnrolledMember
 from coordinator.journal import log_copy
 from coordinator.services import checks
-from coordinator.services.answering import MOST_TOLD, Context, Gate, for_all, refuse, service
+from coordinator.services.answering import (
+    ATTACHES_A_SECOND,
+    MOST_ATTACHES,
+    MOST_TOLD,
+    CallRates,
+    Context,
+    Gate,
+    for_all,
+    refuse,
+    service,
+)
 from coordinator.services.enrolment import Certificates
 from coordinator.services.outside import Lookout
 from coordinator.services.ruling import Rulings
@@ -140,6 +150,12 @@ class SessionDesk:
         self._signer = signer
         self._rulings = rulings or Rulings(driver, run, signer)
         self._sent = SentMessages(signer)
+        self._attaches = CallRates(
+            driver.clock.now,
+            most=MOST_ATTACHES,
+            a_second=ATTACHES_A_SECOND,
+            next_step="wait; a node that attaches again and again says in its log why its sessions end",
+        )
         self._passed_over: set[str] = set()  # names that the log has
         self._brought: dict[NodeId, Commit] = {}  # the last one that each node brought back
         self._told_unfit: set[NodeId] = set()
@@ -164,8 +180,10 @@ class SessionDesk:
     async def attach(self, node_id: NodeId, request: pb.AttachRequest) -> pb.AttachResponse:
         """Opens a session; raises ProtocolMismatchError for another run file, layout or codec.
 
-        Raises CopyAttachedError while another process of the node is attached.
+        Raises CopyAttachedError while another process of the node is attached, TemporaryError for one that
+        attaches again and again.
         """
+        self._attaches.take(node_id)
         joined = self._driver.store.invites.member(node_id)  # None: never did, as in a simulation
         try:
             return await self._attach(node_id, request, joined)

@@ -55,7 +55,7 @@ from protocol.errors import (
     ProtocolMismatchError,
     UnavailableError,
 )
-from protocol.files.durable import FolderLock, make_folder
+from protocol.files.durable import OURS_ALONE, FolderLock, make_folder
 from protocol.run.models import Layout, layout_of
 from protocol.run.run_files import run_from_json
 from protocol.wire.rounds import Digest
@@ -71,7 +71,7 @@ class Shelf:
 
     def __init__(self, path: Path) -> None:
         """Takes the folder for this process. Raises SystemRefusedError, CannotCreateError."""
-        make_folder(path)
+        make_folder(path, mode=OURS_ALONE)
         self._lock = FolderLock.take(
             path,
             holder="follower",

@@ -57,6 +57,7 @@ from protocol.v1 import session_pb2
 from protocol.v1.session_pb2_grpc import SessionServiceStub
 from protocol.wire import convert
 from protocol.wire.channel import DEADLINE_SECONDS, left_alone, open_channel, retried
+from protocol.wire.message_sizes import USUAL_REPORTS_BYTES, in_messages
 from protocol.wire.messages import (
     Message,
     PassedOver,
@@ -218,12 +219,9 @@ class CoordinatorLink:
 
     async def report(self, session_id: int, reports: Sequence[tuple[int, Report]]) -> None:
         """Makes reports, each with its round, durable at the coordinator, in their order."""
-        await self._stub.Report(
-            session_pb2.ReportRequest(
-                session_id=session_id,
-                reports=[report_to_wire(round, report) for round, report in reports],
-            )
-        )
+        made = [report_to_wire(round, report) for round, report in reports]
+        for some in in_messages(made, most_bytes=USUAL_REPORTS_BYTES):
+            await self._stub.Report(session_pb2.ReportRequest(session_id=session_id, reports=some))
 
     async def messages(
         self, session_id: int, *, num_rulings: int = 0, rulings_digest: Digest = NO_DIGEST

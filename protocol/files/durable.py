@@ -152,6 +152,10 @@ def user_cache() -> Path | None:
     return None
 
 
+OURS_ALONE = 0o700
+"""Of a new folder with weights or optimizer states: the one around it may be whatever its owner has made."""
+
+
 def make_folder(path: Path, *, mode: int = 0o755) -> None:
     """Makes a folder and those above it; one that exists is left as it is."""
     try:

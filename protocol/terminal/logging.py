@@ -69,24 +69,30 @@ MOST_WARNINGS = 60
 """Alike, in as many seconds: what strangers and members may cause is not to fill a disk, or push all else
 out of the log files."""
 
+MOST_LINES = 5 * MOST_WARNINGS
+"""Of other lines alike in that time: a member that attaches and leaves in a loop writes two each time."""
 
-class SparseWarnings:
-    """Leaves out what warns again and again; the next line that is shown says of how many."""
+
+class SparseLines:
+    """Leaves out what is said again and again, warnings sooner; the next line shown says of how many."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._shown_at: dict[str, deque[float]] = {}
+        self._shown_at: dict[
+            tuple[str, int], deque[float]
+        ] = {}  # by text, and how many may be shown
         self._left_out: Counter[str] = Counter()
 
     def __call__(
         self, _logger: object, method: str, event: structlog.typing.EventDict
     ) -> structlog.typing.EventDict:
         """A processor of structlog. Raises DropEvent for what is left out."""
-        if method not in ("warning", "error"):
+        if method == "debug":
             return event
+        most = MOST_WARNINGS if method in ("warning", "error") else MOST_LINES
         name, now = event["event"], self._clock()
-        shown_at = self._shown_at.setdefault(name, deque(maxlen=MOST_WARNINGS))
-        if len(shown_at) == MOST_WARNINGS and now - shown_at[0] < MOST_WARNINGS:
+        shown_at = self._shown_at.setdefault((name, most), deque(maxlen=most))
+        if len(shown_at) == most and now - shown_at[0] < MOST_WARNINGS:
             self._left_out[name] += 1
             raise structlog.DropEvent
         shown_at.append(now)
@@ -237,7 +243,7 @@ def start_logging(
         processors=[
             _with_what_every_line_says,
             structlog.processors.add_log_level,
-            SparseWarnings(),
+            SparseLines(),
             keep,
             *([] if as_json or is_debug or kept is None else [SparseFigures()]),
             structlog.processors.TimeStamper(fmt="iso" if as_json else "%H:%M:%S", utc=as_json),

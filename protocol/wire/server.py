@@ -18,11 +18,12 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
-from protocol.errors import AtollError, NotPermittedError, SystemRefusedError
+from protocol.errors import AtollError, BadDataError, NotPermittedError, SystemRefusedError
 from protocol.trust.invite import endpoint_of
 from protocol.trust.pki import Principal, principal_of
 from protocol.wire.channel import MAX_MESSAGE_BYTES
-from protocol.wire.status_codes import CROWDED
+from protocol.wire.message_sizes import most_bytes_of
+from protocol.wire.status_codes import CROWDED, abort
 
 Options = tuple[tuple[str, int], ...]
 
@@ -45,7 +46,7 @@ unread. A stream counts until its message is read."""
 BYTES_A_SECOND = 1 << 20
 """Of one key's messages and the answers to them, and MAX_MESSAGE_BYTES at once: the next message waits.
 
-Four MiB of empty entries take a core 150 ms to read, and 180 MB for as long as they are looked at. And who
+Four MiB of empty entries have 180 MB for as long as they are looked at. And who
 asks for all commits again and again is not to fill the coordinator's uplink."""
 
 BEGINNING = 4
@@ -110,7 +111,8 @@ class WholeMessages(grpc.aio.ServerInterceptor):
 
     gRPC reads a call's message before anybody here hears of the call, up to 4 MiB of each, for as long as
     the caller likes. So each call is answered as one that streams its message: on the wire that is the same,
-    and nothing is read before it is asked for. Whole ones are taken apart at BYTES_A_SECOND. Not for
+    and nothing is read before it is asked for. Whole ones are taken apart at BYTES_A_SECOND, if they are no
+    longer than protocol.wire.message_sizes says of their call. Not for
     strangers, who share an address with who joins: of their messages JOINING_BYTES come.
     """
 
@@ -129,16 +131,18 @@ class WholeMessages(grpc.aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         if handler is None or handler.request_streaming:
             return handler
+        most_bytes = most_bytes_of(handler_call_details.method, most=MAX_MESSAGE_BYTES)
 
         async def answer(messages: AsyncIterator[bytes], context: Context) -> Any:
             try:
-                return await self._answered(handler, messages, context)
+                return await self._answered(handler, messages, context, most_bytes)
             except grpc.aio.AbortError as error:
                 raise forgetful(error) from None
 
         async def stream(messages: AsyncIterator[bytes], context: Context) -> AsyncIterator[Any]:
             try:
-                async with aclosing(self._streamed(handler, messages, context)) as answers:
+                streamed = self._streamed(handler, messages, context, most_bytes)
+                async with aclosing(streamed) as answers:
                     async for each in answers:
                         yield each
             except grpc.aio.AbortError as error:
@@ -149,17 +153,17 @@ class WholeMessages(grpc.aio.ServerInterceptor):
         return grpc.stream_unary_rpc_method_handler(answer)
 
     async def _answered(
-        self, handler: Any, messages: AsyncIterator[bytes], context: Context
+        self, handler: Any, messages: AsyncIterator[bytes], context: Context, most_bytes: int
     ) -> bytes:
-        async with self._turn(messages, context) as message:
+        async with self._turn(messages, context, most_bytes) as message:
             request = await read(handler, message, context)
             answered = await handler.unary_unary(request, context)
             return self._written(handler, answered, context)
 
     async def _streamed(
-        self, handler: Any, messages: AsyncIterator[bytes], context: Context
+        self, handler: Any, messages: AsyncIterator[bytes], context: Context, most_bytes: int
     ) -> AsyncGenerator[bytes, None]:
-        async with self._turn(messages, context) as message:
+        async with self._turn(messages, context, most_bytes) as message:
             answers = handler.unary_stream(await read(handler, message, context), context)
         num_counted = 0
         async with aclosing(answers):
@@ -171,7 +175,9 @@ class WholeMessages(grpc.aio.ServerInterceptor):
                     yield handler.response_serializer(each)
 
     @asynccontextmanager
-    async def _turn(self, messages: AsyncIterator[bytes], context: Context) -> AsyncIterator[Any]:
+    async def _turn(
+        self, messages: AsyncIterator[bytes], context: Context, most_bytes: int
+    ) -> AsyncIterator[Any]:
         """The call's only message, when it is its turn, and one of the key's places meanwhile."""
         key = key_of(context)
         if self._begun[key] >= MOST_BEGUN:
@@ -196,6 +202,8 @@ class WholeMessages(grpc.aio.ServerInterceptor):
                     await context.abort(
                         grpc.StatusCode.INVALID_ARGUMENT, "the call ended without a message"
                     )
+                if len(message) > most_bytes:
+                    await abort(context, too_long(len(message), most_bytes))
                 yield message
         finally:
             self._begun[key] -= 1
@@ -224,6 +232,14 @@ class WholeMessages(grpc.aio.ServerInterceptor):
     def count(self, key: str, num_bytes: int, now: float) -> None:
         """Counts what has come of a key, or goes there."""
         self._even_at[key] = max(now, self._even_at.get(key, now)) + num_bytes / BYTES_A_SECOND
+
+
+def too_long(num_bytes: int, most_bytes: int) -> BadDataError:
+    """What a caller is told whose message is not read."""
+    return BadDataError(
+        f"the call's message has {num_bytes:,} bytes, and {most_bytes:,} is the most there may be",
+        next_step="use the same version of Atoll on both sides",
+    )
 
 
 class ReadableMessages(grpc.aio.ServerInterceptor):

@@ -17,6 +17,7 @@ from protocol.trust.credentials import Credentials
 from protocol.trust.pki import joining_name_in, server_name
 from protocol.v1 import session_pb2
 from protocol.wire.channel import MAX_MESSAGE_BYTES
+from protocol.wire.message_sizes import BYTES_OF_CALLS, OTHER_BYTES
 from protocol.wire.server import (
     BEGINNING,
     BYTES_A_SECOND,
@@ -168,6 +169,33 @@ def test_a_member_that_sends_or_asks_for_megabytes_waits_for_them_and_another_on
     assert messages.wait_seconds("greedy", 100.0) == longest_seconds
     assert messages.wait_seconds("greedy", 100.0 + longest_seconds) == 0
     assert messages.wait_seconds("honest", 100.0) == 0
+
+
+async def test_a_message_that_is_long_for_its_call_is_refused_unread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four MiB of empty entries would hold up everybody's heartbeats for as long as they are read."""
+    was_read: list[int] = []
+
+    async def noted(handler: Any, message: bytes, context: Any) -> Any:
+        was_read.append(len(message))
+        return handler.request_deserializer(message)
+
+    home = create_home(tmp_path / "run", config=LOCAL, text=described)
+    async with serving(home):
+        invite, _ = await invite_from(home)
+        member = await joined(invite, "node-a")
+        monkeypatch.setattr("protocol.wire.server.read", noted)
+        channel = channel_of(member.credentials)
+        for name, most_bytes in {**BYTES_OF_CALLS, "Attach": OTHER_BYTES}.items():
+            call = raw(channel, f"/atoll.v1.SessionService/{name}")
+            with pytest.raises(grpc.aio.AioRpcError) as ended:
+                await call(bytes(most_bytes + 1))
+            assert ended.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert f"{most_bytes:,} is the most" in str(ended.value.details())
+        assert not was_read
+        await channel.close()
+        await member.close()
 
 
 async def test_what_a_member_sends_and_is_answered_is_counted(

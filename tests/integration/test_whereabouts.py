@@ -27,12 +27,12 @@ def at(host: str, enrolment_port: int = 7701, control_port: int = 7700) -> Addre
     return Address(host=host, control_port=control_port, enrolment_port=enrolment_port)
 
 
-OLD, NEW = at("old.example.org"), at("new.example.org")
+OLD, NEW = at("localhost"), at("new.example.org")  # its members here are on loopback
 
 
 def invite_of(*members: InvitedBy) -> Invite:
     return Invite(
-        host="old.example.org",
+        host=OLD.host,
         port=7701,
         pin=PIN,
         invite_id="k3v9",
@@ -57,10 +57,10 @@ async def running(told: Sequence[Address]) -> tuple[Libp2pTransport, InvitedBy]:
 async def test_a_stranger_with_an_invite_is_told_and_one_with_another_pin_is_not() -> None:
     transport, named = await running([NEW, OLD, OLD])
     try:
-        assert await addresses_told(PIN, [named]) == [NEW, OLD]
+        assert await addresses_told(PIN, [named], known_host=OLD.host) == [NEW, OLD]
         (found,) = await invites_elsewhere(invite_of(named))
         assert (found.host, found.port, found.pin) == (NEW.host, NEW.enrolment_port, PIN)
-        assert await addresses_told(bytes(32), [named]) == []
+        assert await addresses_told(bytes(32), [named], known_host=OLD.host) == []
     finally:
         await transport.stop()
 
@@ -116,8 +116,17 @@ async def test_a_member_that_is_gone_or_is_another_than_the_named_one_tells_noth
             public_key=Identity.generate().public_key, host=named.host, port=named.port
         )
         gone = InvitedBy(public_key=named.public_key, host="127.0.0.1", port=1)
-        assert await addresses_told(PIN, [other, gone]) == []
-        assert await addresses_told(PIN, [other, named]) == [NEW]
+        assert await addresses_told(PIN, [other, gone], known_host=OLD.host) == []
+        assert await addresses_told(PIN, [other, named], known_host=OLD.host) == [NEW]
+    finally:
+        await transport.stop()
+
+
+async def test_nobody_is_sent_to_look_for_the_coordinator_on_its_own_loopback() -> None:
+    transport, named = await running([at("127.0.0.1"), at("169.254.169.254"), NEW])
+    try:
+        assert await addresses_told(PIN, [named], known_host=OLD.host) == [at("127.0.0.1"), NEW]
+        assert await addresses_told(PIN, [named], known_host="old.example.org") == []
     finally:
         await transport.stop()
 
@@ -125,7 +134,7 @@ async def test_a_member_that_is_gone_or_is_another_than_the_named_one_tells_noth
 def test_a_member_tells_where_it_finds_the_coordinator_of_that_pin_and_where_it_moves_to() -> None:
     server_pem = Authority.create(new_swarm_id()).issue_server().certificate_pem
     ours = SimpleNamespace(
-        host="old.example.org",
+        host=OLD.host,
         control_port=7700,
         enrolment_port=7701,
         elsewhere=None,

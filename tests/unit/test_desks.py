@@ -1,5 +1,6 @@
 """The desks refuse what cannot be, before the core or the database sees it."""
 
+import asyncio
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -12,7 +13,12 @@ from structlog.testing import capture_logs
 from coordinator.config import rules_of
 from coordinator.driver import Driver, LoopClock
 from coordinator.services import checks, session
-from coordinator.services.answering import CALLS_A_SECOND, MOST_CALLS, CallRates
+from coordinator.services.answering import (
+    CALLS_A_SECOND,
+    MOST_ATTACHES,
+    MOST_CALLS,
+    CallRates,
+)
 from coordinator.services.outside import TOKEN_BYTES, Lookout
 from coordinator.services.session import SessionDesk
 from coordinator.services.status import StatusDesk
@@ -37,6 +43,7 @@ from protocol.wire.payload import RESULT
 from protocol.wire.rounds import Commit, Digest, NodeId, SliceOutcome
 from protocol.wire.versions import WIRE
 from protocol.wire.vitals import LONG_WORDS, Vitals, heartbeat_of, words_for_people
+from tests.unit.exchange_scene import in_virtual_time
 from tests.unit.payload_scene import sealed
 from tests.unit.rulings_scene import amendment
 
@@ -538,6 +545,21 @@ def test_a_member_that_calls_in_a_loop_is_told_to_wait_and_delays_nobody_else() 
         calls.take(NodeId("loops"))
     with pytest.raises(TemporaryError):
         calls.take(NodeId("loops"))
+
+
+@in_virtual_time
+async def test_a_member_that_attaches_in_a_loop_waits_and_one_whose_link_drops_does_not() -> None:
+    """All others are told of each time where it is, and dial it there."""
+    desk, driver = new_desk()
+    for _ in range(MOST_ATTACHES):
+        await desk.attach(NODE.node_id, attach_request())
+    with pytest.raises(TemporaryError, match=f"{MOST_ATTACHES} calls of node {NODE.node_id}"):
+        await desk.attach(NODE.node_id, attach_request())
+    for _ in range(100):
+        for _ in range(10):
+            await asyncio.sleep(1.0)
+            driver.clock.now()  # what nobody looks at for longer is no time of the run
+        await desk.attach(NODE.node_id, attach_request())
 
 
 async def test_who_asks_for_a_run_that_is_over_is_told_whether_another_holds_its_end() -> None:

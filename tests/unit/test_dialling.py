@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 
 from node.exchange.peers import Limits
-from node.exchange.transport.connections import Connections
+from node.exchange.transport import dialling
+from node.exchange.transport.connections import Connections, Punching
+from node.exchange.transport.dialling import Allowance, why_not_dialled, why_not_punched
 from node.exchange.transport.p2pd import P2pd, knocked
 from node.exchange.transport.rates.tcp import TcpPacing
 from protocol.trust.identity import Identity, peer_id_of
@@ -79,7 +81,7 @@ async def test_what_is_no_address_of_tcp_is_not_dialled_whatever_a_member_tells(
     multiaddr: str,
 ) -> None:
     """libp2p would ask a web server, or look for more addresses in DNS."""
-    (told,) = [each async for each in knocked([multiaddr], seconds=1.0)]
+    (told,) = [each async for each in knocked([multiaddr], here=[], seconds=1.0)]
     assert told[0] == multiaddr
     assert told[1], "why it is not dialled"
 
@@ -108,3 +110,138 @@ async def test_a_member_that_has_moved_is_dialled_where_it_is_now() -> None:
         await asyncio.sleep(0)
     await connections.stop()
     assert daemon.dialled == [HERE, moved]
+
+
+ON_A_LAN = ("192.168.1.7", "coordinator.example")
+ON_LOOPBACK = ("127.0.0.1",)
+
+FOR_THIS_MACHINE_ALONE = (
+    "127.0.0.1",
+    "127.8.9.10",
+    "::1",
+    "::ffff:127.0.0.1",
+    "localhost",
+    "LOCALHOST.",
+    "0.0.0.0",
+    "::",
+    "169.254.169.254",
+    "::ffff:169.254.169.254",
+    "fe80::1",
+    "fd00:ec2::254",
+    "224.0.0.1",
+    "ff02::1",
+    "255.255.255.255",
+)
+
+
+@pytest.mark.parametrize("host", FOR_THIS_MACHINE_ALONE)
+def test_no_member_has_others_dial_what_only_their_machine_or_link_knows(host: str) -> None:
+    assert why_not_dialled(host, ON_A_LAN)
+
+
+@pytest.mark.parametrize(
+    "host", ["192.168.1.8", "10.0.0.2", "100.64.0.9", "fd12::7", "203.0.113.5", "peer.example"]
+)
+def test_members_of_one_house_are_dialled(host: str) -> None:
+    assert not why_not_dialled(host, ON_A_LAN)
+
+
+@pytest.mark.parametrize("here", [ON_LOOPBACK, ("::1",), ("192.168.1.7", "localhost")])
+def test_a_swarm_on_one_machine_dials_loopback_and_no_metadata(here: tuple[str, ...]) -> None:
+    assert not why_not_dialled("127.0.0.1", here)
+    assert not why_not_dialled("localhost", here)
+    assert why_not_dialled("169.254.169.254", here)
+
+
+def test_nodes_whose_own_addresses_are_link_local_dial_each_other() -> None:
+    assert not why_not_dialled("169.254.7.8", ("169.254.1.2",))
+
+
+@pytest.mark.parametrize(
+    "multiaddr",
+    [
+        "/ip4/127.0.0.1/udp/443/quic-v1",
+        "/ip4/169.254.169.254/udp/80/quic-v1",
+        "/ip4/192.0.2.1/tcp/80",
+        "/dns/victim.example/udp/443/quic-v1",
+        "",
+    ],
+)
+async def test_no_hole_is_punched_to_this_machine_itself_nor_by_another_protocol(
+    multiaddr: str,
+) -> None:
+    assert why_not_punched(multiaddr, ON_A_LAN)
+
+    async def started() -> P2pd:
+        return Daemon()
+
+    punching = Punching(
+        token=bytes(16),
+        start_daemon=started,
+        limits=Limits(),
+        on_connection=lambda: None,
+        here=lambda: ON_A_LAN,
+    )
+    punching.set_roster({"peer": ()})
+    punching._daemon = await started()
+    punching.punch("peer", multiaddr)
+    assert not punching._dials
+
+
+def test_a_hole_is_punched_where_a_router_is() -> None:
+    assert not why_not_punched("/ip4/203.0.113.5/udp/4001/quic-v1", ON_A_LAN)
+    assert not why_not_punched("/ip6/2001:db8::5/udp/4001/quic-v1", ON_A_LAN)
+
+
+async def test_a_name_that_leads_to_loopback_is_not_dialled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def resolved(*_: object, **__: object) -> list[Any]:
+        return [(2, 1, 6, "", ("127.0.0.1", 80)), (2, 1, 6, "", ("169.254.169.254", 80))]
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", resolved)
+    (told,) = [
+        each async for each in knocked(["/dns4/sly.example/tcp/80"], here=ON_A_LAN, seconds=1.0)
+    ]
+    assert told[1].startswith("sly.example is 127.0.0.1, 169.254.169.254: this machine's own loop")
+
+
+async def test_p2pd_dials_the_address_that_was_looked_at_and_not_the_name_again() -> None:
+    server = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    (told,) = [
+        each
+        async for each in knocked([f"/dns4/localhost/tcp/{port}"], here=ON_LOOPBACK, seconds=5.0)
+    ]
+    server.close()
+    assert told == (f"/ip4/127.0.0.1/tcp/{port}", "")
+
+
+MOST_TOLD = 16
+
+
+def test_a_member_that_comes_again_and_again_has_one_place_dialled_a_second() -> None:
+    allowance = Allowance()
+    dialled = [
+        second for second in range(160) if not allowance.take("peer", MOST_TOLD, now=float(second))
+    ]
+    at_once = dialling.MOST_AT_ONCE // MOST_TOLD
+    assert dialled[:at_once] == list(range(at_once))
+    assert len(dialled) * MOST_TOLD <= dialling.MOST_AT_ONCE + dialling.PLACES_PER_SECOND * 160
+    assert allowance.take("another", MOST_TOLD, now=159.0) == 0.0
+
+
+def test_who_may_not_be_dialled_yet_is_told_when_and_may_then() -> None:
+    allowance = Allowance()
+    while not (wait := allowance.take("peer", MOST_TOLD, now=0.0)):
+        pass
+    assert allowance.take("peer", MOST_TOLD, now=wait - 0.5)
+    assert not allowance.take("peer", MOST_TOLD, now=wait)
+
+
+def test_nothing_is_remembered_of_peers_that_were_dialled_long_ago() -> None:
+    allowance = Allowance()
+    for number in range(100):
+        allowance.take(str(number), MOST_TOLD, now=0.0)
+    allowance.take("later", 1, now=1000.0)
+    assert len(allowance._spent) == 1

@@ -11,10 +11,11 @@ import structlog
 
 from protocol.terminal.logging import (
     FIGURES,
+    MOST_LINES,
     MOST_WARNINGS,
     LogStream,
     SparseFigures,
-    SparseWarnings,
+    SparseLines,
 )
 
 ROOT = Path(__file__).parents[2]
@@ -133,11 +134,11 @@ def test_lines_go_where_standard_error_was_though_somebody_closes_it() -> None:
     assert ran.returncode == 0 and json.loads(ran.stderr)["event"] == "said", ran.stderr
 
 
-def test_what_warns_again_and_again_is_shown_once_a_second_and_the_next_line_says_of_how_many() -> (
+def test_what_is_said_again_and_again_is_shown_so_often_and_the_next_line_says_of_how_many() -> (
     None
 ):
     now = 0.0
-    sparse = SparseWarnings(lambda: now)
+    sparse = SparseLines(lambda: now)
 
     def shown(method: str, name: str) -> dict[str, object] | None:
         try:
@@ -148,7 +149,9 @@ def test_what_warns_again_and_again_is_shown_once_a_second_and_the_next_line_say
     flood = [shown("warning", "refused a stream of a stranger") for _ in range(1000)]
     assert sum(line is not None for line in flood) == MOST_WARNINGS
     assert shown("warning", "another") == {"event": "another"}
-    assert all(shown("info", "refused a stream of a stranger") for _ in range(1000))
+    assert all(shown("debug", "refused a stream of a stranger") for _ in range(1000))
+    joined = [shown("info", "node left") for _ in range(1000)]
+    assert sum(line is not None for line in joined) == MOST_LINES
     now = MOST_WARNINGS
     assert shown("warning", "refused a stream of a stranger") == {
         "event": "refused a stream of a stranger",

@@ -87,3 +87,17 @@ def test_the_oldest_record_stays_until_enough_are_retained_for_a_run_to_go_back_
     assert retention.kept_of([1, 8, 9]) == {1, 8}
     assert retention.kept_of([1, 8, 15, 16]) == {8, 16}
     assert not Retention(keep=0).kept_of([1, 2, 3])
+
+
+@pytest.mark.parametrize("make", ["write", "make_room"])
+def test_others_of_the_machine_read_no_weights_in_a_folder_that_is_open_to_them(
+    make: str, tmp_path: Path
+) -> None:
+    """`atoll join --dir` takes a folder that is there as it is, and that is 0755 mostly."""
+    tmp_path.chmod(0o755)
+    folder = RoundFolder(tmp_path / "snapshots", suffix=".kind", kept=2)
+    if make == "write":
+        folder.write(1, b"weights")
+    else:
+        folder.make_room(1)
+    assert folder.path.stat().st_mode & 0o077 == 0

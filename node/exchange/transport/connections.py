@@ -30,6 +30,7 @@ from dataclasses import dataclass
 import structlog
 
 from node.exchange.peers import Limits
+from node.exchange.transport.dialling import why_not_punched
 from node.exchange.transport.p2pd import DaemonError, P2pd, StreamCallback
 from node.exchange.transport.rates.tcp import send_from, udp_sockets_of
 from node.exchange.transport.tunnels import host_and_port
@@ -249,9 +250,11 @@ class Punching:
         limits: Limits,
         on_connection: Callable[[], None],
         own_ipv6: Callable[[], str | None] = leaving_by_ipv6,
+        here: Callable[[], Collection[str]] = lambda: (),
     ) -> None:
         """`token` is told to the coordinator in heartbeats: it knows our datagrams by it."""
         self._own_ipv6 = own_ipv6
+        self._here = here
         self.token = token
         self.connected: frozenset[str] = frozenset()
         """Members that are, by peer id."""
@@ -319,7 +322,11 @@ class Punching:
         """Dials a member that dials us now. Nobody waits for it.
 
         Where we have reached it for a while, as we think, it knows better: then the hole is gone.
+        The place is a datagram's, whose sender may be forged, or told by the member.
         """
+        if why_not := why_not_punched(multiaddr, self._here()):
+            _log.info("no hole was punched", to=multiaddr, why=why_not)
+            return
         if self._daemon is None or peer_id not in self._members or peer_id in self._dials:
             return
         fresh = asyncio.get_running_loop().time() - self._limits.punch_seconds

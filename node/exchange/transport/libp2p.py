@@ -128,6 +128,7 @@ class Libp2pTransport:
             ),
             limits=self._limits,
             on_connection=self._traffic.made_connection,
+            here=self._here,
         )
         self._carrying = Carrying(
             identity,
@@ -155,6 +156,7 @@ class Libp2pTransport:
             limits=self._limits,
             asks_router=self._reachability.asks_router,
             proxy=self._reachability.proxy,
+            here=self._here,
         )
         self._traffic.kernel = daemon.tcp_pacing
         try:
@@ -208,6 +210,11 @@ class Libp2pTransport:
     def multiaddrs(self) -> tuple[str, ...]:
         """Where peers find us, without the peer id; known once started."""
         return self._multiaddrs
+
+    def _here(self) -> tuple[str, ...]:
+        """By which it is decided whether loopback is dialled."""
+        own = (address.split("/")[2] for address in self._multiaddrs)
+        return (*own, self._reachability.coordinator_host())
 
     async def wait_failed(self) -> str:
         """Returns the reason once p2pd has died under us: then every transfer fails for good."""

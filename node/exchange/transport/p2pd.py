@@ -15,7 +15,7 @@ import os
 import socket
 import sys
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from functools import partial
 from importlib.resources import as_file, files
@@ -26,6 +26,7 @@ from typing import Any
 import structlog
 
 from node.exchange.peers import Limits
+from node.exchange.transport.dialling import Allowance, why_not_dialled
 from node.exchange.transport.rates.tcp import TcpPacing
 from node.exchange.transport.streams import BROKEN, drop
 from node.exchange.transport.tunnels import Tunnels, host_and_port
@@ -58,6 +59,7 @@ class P2pd:
         folder: TemporaryFolder,
         limits: Limits,
         proxy: Proxy | None,
+        here: Callable[[], Collection[str]],
     ) -> None:
         self.died = asyncio.Event()
         self.tcp_pacing = TcpPacing(process.pid, limits)
@@ -71,6 +73,8 @@ class P2pd:
         self._client: Any = None  # hivemind carries no types
         self._watch: asyncio.Task[None] | None = None
         self._tunnels = None if proxy is None else Tunnels(proxy)
+        self.here = here
+        self._allowance = Allowance()
 
     @classmethod
     async def start(
@@ -82,12 +86,14 @@ class P2pd:
         limits: Limits | None = None,
         asks_router: bool = False,
         proxy: Proxy | None = None,
+        here: Callable[[], Collection[str]] | None = None,
     ) -> "P2pd":
         """Starts p2pd and listens; raises SystemRefusedError when it does not come up.
 
         Streams that peers open go to whom `on_streams` names for their protocol. With `asks_router` it asks
         the router, by UPnP and NAT-PMP, to forward its port while it runs. Peers that it cannot dial itself,
-        it dials through the `proxy`.
+        it dials through the `proxy`. `here` are the hosts by which it is told where it may dial
+        (node.exchange.transport.dialling): those that it listens on, unless others are said.
         """
         _load_hivemind()
         folder = TemporaryFolder("p2pd", has_sockets=True)
@@ -95,7 +101,8 @@ class P2pd:
             process = await _launch(
                 identity, folder.path, listen_multiaddrs, asks_router=asks_router
             )
-            daemon = cls(process, folder, limits or Limits(), proxy)
+            listening = [address.split("/")[2] for address in listen_multiaddrs]
+            daemon = cls(process, folder, limits or Limits(), proxy, here or (lambda: listening))
         except BaseException:
             folder.remove()
             raise
@@ -135,17 +142,24 @@ class P2pd:
     async def connect(self, peer_id: str, multiaddrs: tuple[str, ...]) -> None:
         """Connects unless connected; raises DaemonError.
 
+        A member may tell whatever places it likes, and others again and again:
+        node.exchange.transport.dialling says which are dialled, and how often.
+
         libp2p does not dial an address again that did not answer: for 5 s at first, and for minutes when
         that went on for long. A peer that comes back would stay away for so long. So p2pd is told to dial
         only what answers now.
         """
         if peer_id in await self.connected_peer_ids():
             return
+        now = asyncio.get_running_loop().time()
+        if wait := self._allowance.take(peer_id, len(multiaddrs), now=now):
+            raise DaemonError(f"it was dialled often lately: next in {wait:.0f} s")
+        here = self.here()
         reasons = []
         refusal: ProxyRefusedError | None = None
         tunnels, seconds = self._tunnels, self._limits.knock_seconds
         patience = seconds if tunnels is None else min(seconds, _BESIDE_PROXY_SECONDS)
-        async for multiaddr, why_not in knocked(multiaddrs, seconds=patience):
+        async for multiaddr, why_not in knocked(multiaddrs, here=here, seconds=patience):
             try:
                 if not why_not:
                     await self.dial(peer_id, multiaddr)
@@ -155,6 +169,9 @@ class P2pd:
                 reasons.append(str(error))
         if tunnels is not None:
             for multiaddr in multiaddrs:
+                place = host_and_port(multiaddr)
+                if place is not None and why_not_dialled(place[0], here):
+                    continue
                 try:
                     async with tunnels.to(multiaddr, peer_id=peer_id, seconds=seconds) as local:
                         await self.dial(peer_id, local)
@@ -378,13 +395,15 @@ _PACKAGES = ("hivemind", "hivemind.utils", "hivemind.p2p")
 """Outer ones first; nothing but the modules within is asked for by those that we use."""
 
 
-async def knocked(multiaddrs: Sequence[str], *, seconds: float) -> AsyncIterator[tuple[str, str]]:
+async def knocked(
+    multiaddrs: Sequence[str], *, here: Collection[str], seconds: float
+) -> AsyncIterator[tuple[str, str]]:
     """Which addresses answer by TCP, the quickest first; with "", or with why one does not.
 
     What is no address of TCP does not: p2pd would dial all that libp2p knows, as web sockets, and a member
-    tells what it likes.
+    tells what it likes. Of a name it is the address that answers: resolved again it might be another one.
     """
-    knocks = [asyncio.ensure_future(_knock(multiaddr, seconds)) for multiaddr in multiaddrs]
+    knocks = [asyncio.ensure_future(_knock(multiaddr, here, seconds)) for multiaddr in multiaddrs]
     try:
         for knock in asyncio.as_completed(knocks):
             yield await knock
@@ -393,14 +412,25 @@ async def knocked(multiaddrs: Sequence[str], *, seconds: float) -> AsyncIterator
             each.cancel()
 
 
-async def _knock(multiaddr: str, seconds: float) -> tuple[str, str]:
+async def _knock(multiaddr: str, here: Collection[str], seconds: float) -> tuple[str, str]:
     place = host_and_port(multiaddr)
     if place is None:
         return multiaddr, "no address of TCP"
-    family = _FAMILIES[multiaddr.split("/")[1]]
+    host, port = place
+    if why_not := why_not_dialled(host, here):
+        return multiaddr, why_not
     try:
         async with asyncio.timeout(seconds):
-            _, writer = await asyncio.open_connection(*place, family=family)
+            found = await asyncio.get_running_loop().getaddrinfo(
+                host, port, family=_FAMILIES[multiaddr.split("/")[1]], type=socket.SOCK_STREAM
+            )
+            hosts = list(dict.fromkeys(str(at[0]) for *_, at in found))
+            reasons = [why_not_dialled(each, here) for each in hosts]
+            if all(reasons):
+                return multiaddr, f"{host} is {', '.join(hosts)}: {reasons[0]}"
+            dialled = [each for each, why in zip(hosts, reasons, strict=True) if not why]
+            each = await _first_to_answer(dialled[:_MOST_OF_ONE_NAME], port)
+            return f"/ip{6 if ':' in each else 4}/{each}/tcp/{port}", ""
     except TimeoutError:
         return multiaddr, f"no answer within {seconds:g} s"
     except OSError as error:
@@ -409,9 +439,21 @@ async def _knock(multiaddr: str, seconds: float) -> tuple[str, str]:
         return multiaddr, os.strerror(code) if code > 0 else str(error)
     except (ValueError, OverflowError) as error:
         return multiaddr, str(error)
-    drop(writer)
-    return multiaddr, ""
 
+
+async def _first_to_answer(hosts: Sequence[str], port: int) -> str:
+    """Raises the OSError of the last one where none does."""
+    *others, last = hosts
+    for host in others:
+        with suppress(OSError):
+            drop((await asyncio.open_connection(host, port))[1])
+            return host
+    drop((await asyncio.open_connection(last, port))[1])
+    return last
+
+
+_MOST_OF_ONE_NAME = 2
+"""Addresses that are dialled: a name may have hundreds, and whoever has it chooses which."""
 
 _FAMILIES = {
     "ip4": socket.AF_INET,

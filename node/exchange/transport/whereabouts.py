@@ -17,6 +17,7 @@ from dataclasses import asdict
 import structlog
 
 from node.exchange.peers import Limits
+from node.exchange.transport.dialling import why_not_dialled
 from node.exchange.transport.p2pd import DaemonError, P2pd
 from node.exchange.transport.rates.traffic import Traffic
 from node.exchange.transport.streams import BROKEN, FrameError, TransferStream
@@ -70,9 +71,9 @@ async def answer(stream: TransferStream, tell: Tell) -> None:
 
 
 async def addresses_told(
-    pin: bytes, members: Sequence[InvitedBy], proxy: Proxy | None = None
+    pin: bytes, members: Sequence[InvitedBy], proxy: Proxy | None = None, *, known_host: str
 ) -> list[Address]:
-    """Where these members say that the coordinator of a pin is.
+    """Where these members say that the coordinator of a pin is, which was at `known_host`.
 
     Raises AtollError where libp2p does not start here.
     """
@@ -86,6 +87,7 @@ async def addresses_told(
         on_streams={},
         limits=limits,
         proxy=proxy,
+        here=lambda: (known_host,),
     )
     try:
         asked = [_dialled(daemon, member, pin, traffic) for member in members]
@@ -98,7 +100,9 @@ async def addresses_told(
 async def addresses_elsewhere(credentials: Credentials) -> list[Address]:
     """Where the members that a folder names say that its coordinator is, but where it knows of already."""
     pin = pin_of(credentials.server_root_pem)
-    told = await addresses_told(pin, credentials.members, credentials.proxy)
+    told = await addresses_told(
+        pin, credentials.members, credentials.proxy, known_host=credentials.host
+    )
     return credentials.unknown_among(told)
 
 
@@ -141,7 +145,8 @@ async def asked_of(daemon: P2pd, peer_id: str, pin: bytes, traffic: Traffic) -> 
             enrolment_port=place.enrolment_port,
         )
         for place in found.places[:MOST_PLACES]
-        if _can_be(place.host, place.enrolment_port, place.control_port or place.enrolment_port)
+        if not why_not_dialled(place.host, daemon.here())
+        and _can_be(place.host, place.enrolment_port, place.control_port or place.enrolment_port)
     ]
 
 
@@ -159,7 +164,9 @@ async def invites_elsewhere(invite: Invite, proxy: Proxy | None = None) -> list[
     """The same invite at the places that members name, those that can be."""
     places = [
         (address.host, address.enrolment_port)
-        for address in await addresses_told(invite.pin, invite.members, proxy)
+        for address in await addresses_told(
+            invite.pin, invite.members, proxy, known_host=invite.host
+        )
     ]
     return [
         invite.at(*place) for place in dict.fromkeys(places) if place != (invite.host, invite.port)
