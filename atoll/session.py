@@ -519,6 +519,11 @@ class Session:
         match order["kind"]:
             case "adopt":
                 weights.adopt(order["fragment"], is_taken=order["is_taken"])
+                if (
+                    order["fragment"] is None
+                ):  # as of the first weights; one round's are near the last
+                    assert self._statistics is not None
+                    self._statistics.settle_vectors()
                 self.is_replaced = True
                 return done
             case "publish":

@@ -44,7 +44,13 @@ from node.island.models.code import (
     sources_of,
 )
 from node.island.models.generic import GenericArchitecture
-from node.island.models.running_statistics import averaging, batches_for, statistics_of
+from node.island.models.running_statistics import (
+    averaging,
+    batches_for,
+    norms_of,
+    spectral_vectors_of,
+    statistics_of,
+)
 from node.island.models.stages import units_of
 from node.island.models.tensor_plan import styles_of
 from node.island.models.transformers import config_within
@@ -339,21 +345,26 @@ def beside_the_trained(spec: RunSpec, parameters: Vector, code: Path | None) -> 
 
 
 def _statistics_for(spec: RunSpec, parameters: Vector, code: Path | None) -> dict[str, Tensor]:
-    """Running statistics of a state, on the CPU, as evaluations have them; runs the run's code.
+    """What norms remember of a state, on the CPU, as evaluations have it; runs the run's code.
 
     Raises AtollError where the code or the data are not here.
     """
+    check_functions(spec, allowed=[spec.run.name], code=code)
+    find_code(code)
+    torch.manual_seed(spec.run.seed)
+    found = brought(spec)
+    copy_parameters(found.module, layout_of(spec), parameters)
+    for each in spectral_vectors_of(found.module):
+        each.settle()
+    if not norms_of([found.module]):
+        return statistics_of([found.module])
     if spec.data.source != "function":
         raise UsageError(
             "running statistics are computed here of samples that a function of the run gives, and those of "
             f'run {spec.run.name!r} are [data] source = "{spec.data.source}"',
             next_step="leave --code out: the model card has the lines that compute them",
         )
-    check_functions(spec, allowed=[spec.run.name], code=code)
-    find_code(code)
-    torch.manual_seed(spec.run.seed)
-    found, data = brought(spec), FunctionData(spec)
-    copy_parameters(found.module, layout_of(spec), parameters)
+    data = FunctionData(spec)
     order = SampleOrder.of(spec.run.seed, data)
     with averaging([found.module]):
         for numbers in batches_for(spec, order, data.num_samples):
@@ -522,8 +533,9 @@ def _refuse_drawn_buffers(spec: RunSpec, module: nn.Module) -> None:
 
     One that is made of parameters has none at all where the module is built.
     """
-    buffers = dict(module.named_buffers())
-    if buffers.keys() == statistics_of([module]).keys():
+    statistics = statistics_of([module]).keys()
+    buffers = {name: each for name, each in module.named_buffers() if name not in statistics}
+    if not buffers:
         return
     with without_memory(), drawing(spec.run.seed + 1):
         again = dict(brought(spec).module.named_buffers())
