@@ -99,6 +99,11 @@ class Session:
         self._has_told_wait = False  # since it trained last
         self._has_told_rate = False  # that one was taken for what Muon trains
 
+    @property
+    def has_come_in(self) -> bool:
+        """Whether a node has ever let this loop in."""
+        return bool(self._run_digest)
+
     def come_in(self) -> None:
         """Connects, takes the global parameters over, and waits for the first plan."""
         self._connect(

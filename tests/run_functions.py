@@ -137,6 +137,10 @@ def net_with_frozen_table() -> Any:
     return module, mean_loss
 
 
+def net_alone() -> Any:
+    return net_with_spectral_norm()[0]
+
+
 def net_with_batch_norm() -> Any:
     return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)), squares
 

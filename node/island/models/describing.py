@@ -66,8 +66,11 @@ def describe(spec: RunSpec, folder: Path | None) -> Description:
             next_step="leave requires_grad at True for those that are",
         )
     _refuse_other_types(model)
-    counted = _counted(model, loss, batch, to_leave_out)
-    if counted is None and spec.model.source == "function":
+    is_known = (
+        loss is not None and batch is not None
+    )  # else what loops compute, and of what, is theirs
+    counted = _counted(model, loss, batch, to_leave_out) if is_known else None
+    if is_known and counted is None and spec.model.source == "function":
         from node.island.models.function import compute_once
 
         compute_once(spec, batch)
