@@ -99,6 +99,11 @@ class Session:
         self._has_told_wait = False  # since it trained last
         self._has_told_rate = False  # that one was taken for what Muon trains
 
+    @property
+    def has_come_in(self) -> bool:
+        """Whether a node has ever let this loop in."""
+        return bool(self._run_digest)
+
     def come_in(self) -> None:
         """Connects, takes the global parameters over, and waits for the first plan."""
         self._connect(
@@ -519,6 +524,11 @@ class Session:
         match order["kind"]:
             case "adopt":
                 weights.adopt(order["fragment"], is_taken=order["is_taken"])
+                if (
+                    order["fragment"] is None
+                ):  # as of the first weights; one round's are near the last
+                    assert self._statistics is not None
+                    self._statistics.settle_vectors()
                 self.is_replaced = True
                 return done
             case "publish":

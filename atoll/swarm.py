@@ -216,7 +216,7 @@ class Swarm:
         self._end(why, is_done=True)
 
     def _end(self, why: str, *, is_done: bool) -> None:
-        if is_done:
+        if is_done and self._session.has_come_in:
             self._session.log.tell(logging.INFO, "left the swarm", why=self._session.over or why)
         self._session.end(why, is_done=is_done)
         if self._child is not None:

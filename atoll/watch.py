@@ -14,7 +14,7 @@ each difference has a ruling:
     its types, devices, requires_grad     anything                         taken
     what is trained besides               unfreezing, adding               refused
     frozen parameters, kept buffers       anything                         refused
-    running statistics                    training                         computed anew for evaluation
+    running statistics, spectral vectors  training                         computed anew for evaluation
     copies of the weights in its state    the optimizer                    moved along (optimizers.py)
 """
 

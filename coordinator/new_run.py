@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from coordinator.presets.wanted import Wanted
 
 _NAMED = (
-    *("model", "source", "lora", "function", "data", "data_function", "private", "tokenizer"),
-    *("run_file", "link", "measured"),
+    *("model", "source", "lora", "function", "data", "data_function", "private", "loop"),
+    *("tokenizer", "run_file", "link", "measured"),
 )
 """Where one of these is given nobody is asked."""
 
@@ -99,6 +99,11 @@ _PORT = click.IntRange(0, 65535)
     "--private",
     is_flag=True,
     help="Each node trains data of its own, which never leave it.",
+)
+@click.option(
+    "--loop",
+    is_flag=True,
+    help="The run has no data: nodes train by loops of their own, on what these bring or make.",
 )
 @click.option(
     "--tokenizer",
@@ -205,6 +210,7 @@ def init(
       atoll init my-run --from ./SmolLM2-135M --data ./tokens --lora 16
       atoll init my-run --from ./SmolLM2-135M --private
       atoll init my-run --function vision:model --data-function vision:data --from ./code
+      atoll init my-run --function gan:model --loop --from ./code
 
     JSON holds the situation, every choice with its reason, and the prediction, in seconds, bytes,
     and bits per second.
@@ -408,13 +414,15 @@ def _way_to_start(directory: Path, home: "Home", new: "NewRun", wanted: "Wanted"
 
     run, source = home.run, wanted.source
     options: list[str] = []
-    if new.facts.code_digest:
+    if run.data.source == "loop":
+        options.append("--loop")
+    elif new.facts.code_digest:
         options += ["--allow-function", f"{run.run.name}@{new.facts.code_digest}"]
         if source is not None:
             options += ["--code", str(source)]
         elif new.facts.code_digest == TO_BE_TOLD:
             options += ["--code", "CODE"]
-    if run.adapters is not None:
+    if run.adapters is not None and run.data.source != "loop":
         options += ["--base", str(source or "MODEL")]
     if run.data.private:
         options += ["--data", "TOKENS" if run.data.source == "tokens" else "FILES"]
@@ -478,7 +486,7 @@ def _tell(directory: Path, home: "Home", new: "NewRun", start: dict[str, str]) -
             f"and one of them has the first weights, which the others fetch from it:\n"
             f"  {start['nodes']} {start['first_weights']}"
         )
-    if start["nodes"] != "atoll node start":
+    if start["nodes"] not in ("atoll node start", "atoll node start --loop"):
         only = "but --weights " if "first_weights" in start else ""
         click.echo(
             f"with a training loop of its own a node needs nothing of that {only}and starts with\n"

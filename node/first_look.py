@@ -93,6 +93,8 @@ def share_of_day(limits: Limits) -> float:
 def start_options(settings: NodeSettings, spec: RunSpec) -> list[str]:
     """What 'atoll node start' has to be told that node.toml does not say; what nobody knows, in capitals."""
     options: list[str] = []
+    if spec.data.source == "loop":
+        return options if settings.loop else ["--loop"]
     if functions_of(spec) and not settings.loop:
         name, code = spec.run.name, settings.code_folder(Path.cwd())
         if not is_allowed(spec, settings.allow_functions):
@@ -144,7 +146,8 @@ def first_look(folder: Path, command: Sequence[str], *, is_helper: bool) -> Iter
     num_present = sum(map(is_present, status.nodes))
     yield (
         f"the run: {console.count_in_words(spec.num_parameters)} parameters, round {run.committed_round} of "
-        f"{run.total_rounds}, {num_present} members now; data: {spec.data.source}"
+        f"{run.total_rounds}, {num_present} members now; data: "
+        + ("its members' training loops have" if spec.data.source == "loop" else spec.data.source)
         + (", each member's own" if spec.data.private else "")
     )
     yield from what_is_over(status)
@@ -178,14 +181,14 @@ def first_look(folder: Path, command: Sequence[str], *, is_helper: bool) -> Iter
 
 def next_lines(command: Sequence[str], options: Sequence[str]) -> Iterator[str]:
     """What to type next: with a training loop of one's own too, where a node that trains needs more."""
-    if options:
+    if options and "--loop" not in options:
         yield (
             "next, with a training loop of your own, which needs nothing of that: "
             + shlex.join([*command, "--loop"])
         )
         yield f"next, where the node trains itself: {shlex.join([*command, *options])}"
     else:
-        yield f"next: {shlex.join(command)}"
+        yield f"next: {shlex.join([*command, *options])}"
 
 
 def what_is_over(status: status_pb2.GetStatusResponse) -> Iterator[str]:

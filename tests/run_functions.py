@@ -137,8 +137,28 @@ def net_with_frozen_table() -> Any:
     return module, mean_loss
 
 
+def net_alone() -> Any:
+    return net_with_spectral_norm()[0]
+
+
 def net_with_batch_norm() -> Any:
     return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)), squares
+
+
+def net_with_spectral_norm(how: str = "parametrized", normed: bool = False) -> Any:
+    put: Any = {
+        "parametrized": nn.utils.parametrizations.spectral_norm,
+        "hooked": nn.utils.spectral_norm,
+    }[how]
+    middle = nn.BatchNorm1d(32) if normed else nn.Tanh()
+    layers = put(nn.Linear(4, 32)), middle, put(nn.Linear(32, 1, bias=False))
+    return nn.Sequential(*layers), squares
+
+
+def deep_net_with_spectral_norm() -> Any:
+    put = nn.utils.parametrizations.spectral_norm
+    layers = (nn.Sequential(put(nn.Linear(4, 4)), nn.ReLU()) for _ in range(2))
+    return nn.Sequential(nn.Sequential(*layers), nn.Linear(4, 1)), squares
 
 
 def deep_net_with_batch_norm() -> Any:
@@ -155,9 +175,9 @@ class Centred(nn.Module):
 
     mean: Tensor
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, persistent: bool = True) -> None:
         super().__init__()
-        self.register_buffer("mean", torch.zeros(width))
+        self.register_buffer("mean", torch.zeros(width), persistent=persistent)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.training:
@@ -165,8 +185,8 @@ class Centred(nn.Module):
         return x - self.mean
 
 
-def net_with_own_mean() -> Any:
-    return nn.Sequential(Centred(4), nn.Linear(4, 1)), squares
+def net_with_own_mean(persistent: bool = True) -> Any:
+    return nn.Sequential(Centred(4, persistent), nn.Linear(4, 1)), squares
 
 
 class Waves(nn.Module):

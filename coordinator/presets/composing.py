@@ -209,8 +209,9 @@ def new_run(wanted: Wanted, folder: Path) -> NewRun:
     if values:
         _, _, tables = text.partition("\n\n")
         tables = _with_source(tables, trained.facts.model.get("source", "decoder"))
-        # Of tokens what is held out was settled when they were made.
-        retired = {("data", "held_out")} if facts.data.get("source") == "tokens" else set()
+        # Of tokens what is held out was settled when they were made, and loops have theirs.
+        is_settled = facts.data.get("source") in ("tokens", "loop")
+        retired = {("data", "held_out")} if is_settled else set()
         if values.get(("inner", "optimizer"), ("muon",))[0] == "adamw":
             retired |= {("inner", "muon_learning_rate")}
         text = with_values(f"{HEADER}\n{tables}", values, retired=retired)

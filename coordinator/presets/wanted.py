@@ -105,6 +105,8 @@ class Facts:
 def facts_of_wanted(wanted: Wanted, folder: Path) -> Facts:
     """Has the run described in its new folder; nothing is asked where nothing has to be read."""
     if not wanted.needs_the_nodes_side:
+        if wanted.loop:
+            return Facts(data={"source": "loop"})
         return Facts(data={"source": "text", "private": True} if wanted.private else {})
     asked = same_fields(wanted, Asked) | {"by": wanted.builder}
     return described(folder, wanted.source, "--asked", json.dumps(asked))
@@ -121,7 +123,8 @@ def look_at_data(folder: Path, spec: RunSpec) -> None:
     """
     is_python = spec.data.source == "python-stdlib"
     is_enough = spec.tokens_per_inner_step <= LEAST_OF_PYTHON and spec.data.held_out >= 0.01
-    if spec.data.private or spec.data.source == "function" or (is_python and is_enough):
+    is_elsewhere = spec.data.private or spec.data.source in ("function", "loop")
+    if is_elsewhere or (is_python and is_enough):
         return
     if find_spec("numpy") is None:
         return
@@ -191,13 +194,16 @@ def _refuse_two_kinds_of_data(wanted: Wanted) -> None:
             next_step="name it with --function MODULE:NAME",
         )
     if wanted.function is not None and not (
-        wanted.data or wanted.data_function is not None or wanted.private
+        wanted.data or wanted.data_function is not None or wanted.private or wanted.loop
     ):
         raise UsageError(
             f"--function {wanted.function} says what is trained, and nothing what it learns from",
-            next_step="add --data-function MODULE:NAME, or tokens with --data or --private; for a training "
-            "loop that makes its own data, a function that gives any samples which the loss takes",
+            next_step="add --data-function MODULE:NAME, or tokens with --data or --private; or --loop, where "
+            "nodes train by loops of their own, on data of these",
         )
+    if wanted.loop and (wanted.data or wanted.data_function is not None or wanted.private):
+        other = "--data" if wanted.data else "--private" if wanted.private else "--data-function"
+        raise _twice("--loop", other, "what it learns from")
     if wanted.private and (wanted.data or wanted.data_function is not None):
         raise UsageError(
             f"--private goes without {'--data' if wanted.data else '--data-function'}: each node has data "

@@ -75,7 +75,8 @@ def unevaluated_in_words(state: SwarmState) -> str:
         return ""
     return (
         "no node here evaluates, so no held-out loss says how good the model is: give atoll.join, or "
-        "TrainerCallback, evaluate=… in one of the loops and start it again, or start a node without --loop"
+        "TrainerCallback, evaluate=… in one of the loops and start it again, or start a node without --loop "
+        "where the run has data"
     )
 
 

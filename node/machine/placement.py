@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from node.config import NodeSettings
+from node.island.data.places import refusal_without_a_loop
 from node.island.models.code import check_functions
 from node.island.parallel.auto_mesh import (
     Choice,
@@ -110,6 +111,8 @@ def what_a_start_checks(
     """Each of what 'atoll node start' looks at first raises AtollError, with what its owner may do."""
     checks: list[Callable[[], None]] = [lambda: refuse_what_cannot_work(settings, spec, hardware)]
     if not settings.loop:  # else nothing here runs the run's code
+        if spec.data.source == "loop":
+            return checks  # of which that is the answer
         code = settings.code_folder(Path.cwd())
         checks.insert(0, lambda: check_functions(spec, allowed=settings.allow_functions, code=code))
     return checks
@@ -123,6 +126,8 @@ def refuse_what_cannot_work(settings: NodeSettings, spec: RunSpec, hardware: Har
     if settings.loop:  # how it trains, and in which memory, is its program's business
         check_node_memory(spec, hardware.memory_bytes)
         return
+    if spec.data.source == "loop":
+        raise refusal_without_a_loop(spec)
     shape = settings.mesh_shape
     if spec.adapters is not None and not settings.base:
         raise NoInputError(

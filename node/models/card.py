@@ -216,7 +216,7 @@ def _way_to_load_function(spec: RunSpec, model: FunctionModel, form: Form) -> st
         "```python",
         *imports,
         "",
-        f"module, {'loss, ' if has_norms else ''}*_ = {_call(model.function, model.arguments)}",
+        *_way_to_build(spec, model, with_loss=has_norms),
         *reads,
         *(_way_to_statistics(spec) if has_norms else ()),
         *(["module.eval()"] if described.num_running_statistics and has_all else ()),
@@ -235,9 +235,20 @@ def _way_to_load_function(spec: RunSpec, model: FunctionModel, form: Form) -> st
     return "\n".join(lines)
 
 
+def _way_to_build(spec: RunSpec, model: FunctionModel, *, with_loss: bool) -> list[str]:
+    """What makes the module; a function of a run of loops may return it alone."""
+    made = _call(model.function, model.arguments)
+    if spec.data.source == "loop":
+        return [f"made = {made}", "module = made[0] if isinstance(made, tuple) else made"]
+    return [f"module, {'loss, ' if with_loss else ''}*_ = {made}"]
+
+
 def _way_to_statistics(spec: RunSpec) -> list[str]:
     """What computes running statistics, which no exchange has, for the weights that were read."""
-    data = "training = …  # a dataset whose batches the loss takes"
+    is_of_loops = spec.data.source == "loop"
+    data = (
+        f"training = …  # a dataset whose batches the {'module' if is_of_loops else 'loss'} takes"
+    )
     if spec.data.function is not None:
         data = f"training, _ = {_call(spec.data.function, spec.data.arguments)}"
     return [
@@ -250,7 +261,7 @@ def _way_to_statistics(spec: RunSpec) -> list[str]:
         "    for number, batch in enumerate(batches, 1):",
         "        for norm in norms:",
         "            norm.momentum = 1 / number  # a mean over all batches",
-        "        loss(module.train(), batch)",
+        f"        {'module.train()(batch)' if is_of_loops else 'loss(module.train(), batch)'}",
         "module.eval()",
     ]
 

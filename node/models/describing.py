@@ -88,7 +88,8 @@ def describe_asked(folder: Path, source: Path | None, asked: Asked) -> dict[str,
         asked = replace(asked, context=_as_packed(packed, asked, notes))
     if there.pop("has_answers", False) and _keeps_documents_apart(source, asked, notes):
         data["across_documents"] = False
-    if asked.by == "function" and asked.data_function is None and asked.context is None:
+    has_samples = asked.data_function is not None or asked.loop
+    if asked.by == "function" and not has_samples and asked.context is None:
         raise UsageError(
             f"the model of --function {asked.function} learns from tokens, and nothing says how many a "
             "sample has",
@@ -201,6 +202,8 @@ def _data_of(
     """[data] of the new run, how many different tokens there are, and facts of those to train on."""
     if asked.data_function is not None:
         return {"source": "function", "function": asked.data_function}, None, {}
+    if asked.loop:
+        return {"source": "loop"}, None, {}
     if asked.private:
         return (*_private_data(source, asked.tokenizer), {})
     paths = list(asked.data)
@@ -337,7 +340,7 @@ def _require_fitting_tokens(
     vocab_size: int | None,
 ) -> None:
     """Raises UsageError for a model of tokens that would be trained on bytes, or on more than it has."""
-    if data.get("source") != "tokens" and model_vocab_size != BYTES_VOCABULARY:
+    if data.get("source") not in ("tokens", "loop") and model_vocab_size != BYTES_VOCABULARY:
         if data.get("private"):
             raise UsageError(
                 f"the model in {source} is one of tokens, and there is no {TOKENIZER}",

@@ -83,7 +83,7 @@ def files_of_tokenizer(
 ) -> Mapping[str, Path]:
     """What is kept of the run's tokenizer, by its name; of bytes one that says just that.
 
-    None where samples are a function's and nobody knows of what.
+    None where samples are a function's, or of loops, and nobody knows of what.
 
     `named` comes before the folder of the run's tokens, and where that has an address the files are
     fetched and checked. Raises NoInputError where it cannot be had, UnavailableError for an address that
@@ -91,7 +91,7 @@ def files_of_tokenizer(
     """
     if named is not None:
         return tokenizer_files(named)
-    if spec.data.source == "function":
+    if spec.data.source in ("function", "loop"):
         return {}
     files = _tokenizer_of_run(spec, places)[1] if spec.data.source == "tokens" else {}
     return files or tokenizer_files(BYTES_FOLDER)
@@ -110,6 +110,11 @@ def text_of_run(spec: RunSpec, places: DataPlaces, *, named: Path | None = None)
     ends = _ends_of(spec)
     if named is not None:
         return TokenizedText(tokenizer_files(named)[TOKENIZER_FILE], ends=ends)
+    if spec.data.source == "loop":
+        raise NoInputError(
+            f"run {spec.run.name!r} has no data, so nothing says which tokens a text is to its model",
+            next_step=_NAME_IT,
+        )
     if spec.data.source != "tokens":
         return ByteText()
     manifest, files = _tokenizer_of_run(spec, places)

@@ -313,7 +313,7 @@ class Description(Section):
     that goes on where its run was: then the file with the weights has the outer optimizer's momentum too.
     `frozen_digest` is that of the `num_frozen` values that are not trained; `frozen_values` are a few of each
     parameter, and sums of all, by which a loop's are known, rounded or not. `num_running_statistics` is how
-    many norms keep some, which are computed anew before evaluation. `activation_bytes` is what
+    many norms keep some, or vectors, which are computed anew before evaluation. `activation_bytes` is what
     backward keeps of one sample, in fp32. `tensor_plan` names modules, with `*` for a part of a name, and
     is empty where there is none, with the reason beside it; so are `stages`, which are the whole model one
     after another, for pipelines to cut. `sources` has a digest for each file of the code that the run

@@ -30,6 +30,7 @@ class Asked:
     data: Sequence[str] = ()
     data_function: str | None = None
     private: bool = False
+    loop: bool = False  # nodes train by loops of their own, on data of their own
     tokenizer: str | None = None
     batch: int | None = None
 

@@ -71,11 +71,12 @@ class DataSection(Section):
 
     "python-stdlib" and "text" are read as bytes, and a file belongs to the held-out split by the hash
     of its name; "tokens" is a folder that 'atoll data prepare' wrote; "function" is samples that a
-    function of the run owner's gives. With `private` each node has data of its own, which never leave
+    function of the run owner's gives; "loop" is nothing that the run knows of: all nodes train by loops of
+    their own, which bring or make it. With `private` each node has data of its own, which never leave
     it, and `most_weight` bounds what part of a mean one holder's work is.
     """
 
-    source: Literal["python-stdlib", "text", "tokens", "function"] = "python-stdlib"
+    source: Literal["python-stdlib", "text", "tokens", "function", "loop"] = "python-stdlib"
     paths: Annotated[tuple[str, ...], Field(strict=False)] = ()  # TOML gives lists
     held_out: Annotated[float, Field(gt=0, le=0.5)] = 0.05
     digest: HexDigest | None = None  # of a manifest
@@ -122,7 +123,7 @@ class DataSection(Section):
             )
         if self.arguments and self.function is None:
             raise ValueError("arguments belong to a function, and there is none")
-        if (self.source in ("python-stdlib", "function")) == bool(self.paths):
+        if (self.source not in ("text", "tokens")) == bool(self.paths):
             raise ValueError(
                 'source = "text" needs paths, a list of files or globs; others take none'
             )
@@ -387,6 +388,11 @@ class RunSpec(Section):
                     f'[evaluation] prompts does not go with [{table}] source = "function": nobody knows '
                     "whether what the model gives is text"
                 )
+        if self.data.source == "loop":
+            raise ValueError(
+                '[evaluation] prompts does not go with [data] source = "loop": no node of the run has the '
+                "model where it could write"
+            )
         return self
 
     @model_validator(mode="after")
@@ -507,8 +513,8 @@ class RunSpec(Section):
 
     @property
     def counted(self) -> Literal["tokens", "samples"]:
-        """What is counted, for people: samples of a function of the run's own that are one place each."""
-        is_sample = self.data.source == "function" and self.model.context == 1
+        """What is counted, for people: samples of a function, or of loops, that are one place each."""
+        is_sample = self.data.source in ("function", "loop") and self.model.context == 1
         return "samples" if is_sample else "tokens"
 
     @property

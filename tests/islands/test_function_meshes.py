@@ -109,20 +109,22 @@ def test_a_mesh_trains_as_one_process_and_publishes_the_same_bytes(
 
 
 @pytest.mark.parametrize(
-    ("shape", "local"),
+    ("norm", "shape", "local"),
     [
-        (MeshShape(replicate=2), PLAIN),
-        (MeshShape(replicate=2), LocalTraining(compile=True)),
-        (MeshShape(shard=2), LocalTraining(activation_checkpointing="full")),
+        ("batch", MeshShape(replicate=2), PLAIN),
+        ("batch", MeshShape(replicate=2), LocalTraining(compile=True)),
+        ("batch", MeshShape(shard=2), LocalTraining(activation_checkpointing="full")),
+        ("spectral", MeshShape(replicate=2), PLAIN),
+        ("spectral", MeshShape(shard=2), PLAIN),
     ],
     ids=str,
 )
-def test_running_statistics_of_the_same_parameters_are_the_same_on_any_mesh(
-    shape: MeshShape, local: LocalTraining, tmp_path: Path
+def test_what_norms_remember_of_the_same_parameters_is_the_same_on_any_mesh(
+    norm: str, shape: MeshShape, local: LocalTraining, tmp_path: Path
 ) -> None:
     prepare_forkserver()
     spec = spec_of(counts=False, sparse=False)
-    function = "tests.run_functions:deep_net_with_batch_norm"
+    function = f"tests.run_functions:deep_net_with_{norm}_norm"
     spec = spec.model_copy(
         update={
             "model": FunctionModel(source="function", function=function),

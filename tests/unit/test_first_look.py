@@ -23,7 +23,8 @@ from node.island.models.describing import describe
 from node.machine.hardware import Hardware
 from node.machine.limits import Limits, hours_of
 from node.machine.placement import what_a_start_checks
-from protocol.errors import AtollError, BadDataError, NoInputError, NotPermittedError
+from node.models.text import text_of_run
+from protocol.errors import AtollError, BadDataError, ConfigError, NoInputError, NotPermittedError
 from protocol.run.models import Description, FunctionModel, TransformersModel
 from protocol.run.run_spec import DataSection, InnerSection, LoraSection, RunSpec
 from protocol.v1.session_pb2 import HeartbeatRequest, Utilisation, WireCount
@@ -239,6 +240,28 @@ def test_who_joins_is_given_the_line_that_starts_with_all_that_node_toml_does_no
     assert options(adapted) == ["--base", "MODEL", "--data", "PATH"]
     assert options(adapted, base="here", data="there") == []
     assert options(RunSpec()) == []
+
+
+def test_a_run_without_data_starts_with_a_loop_and_says_so() -> None:
+    undescribed = RunSpec(
+        model=FunctionModel(source="function", function="tests.run_functions:net_alone"),
+        data=DataSection(source="loop"),
+    )
+    spec = undescribed.model_copy(update={"description": describe(undescribed, None)})
+    (told,) = found(NodeSettings(name="n"), spec)
+    assert (
+        "has no data of its own: its nodes train by loops" in told and "start with --loop" in told
+    )
+    assert found(NodeSettings(name="n", loop=True), spec) == []
+    command = ["atoll", "node", "start"]
+    options = start_options(NodeSettings(name="n"), spec)
+    assert list(next_lines(command, options)) == ["next: atoll node start --loop"]
+    assert start_options(NodeSettings(name="n", loop=True), spec) == []
+    look_at_data(spec, DataPlaces(folder=Path()))
+    with pytest.raises(ConfigError, match="has no data of its own"):
+        open_dataset(spec, DataPlaces(folder=Path()))
+    with pytest.raises(NoInputError, match="nothing says which tokens a text is"):
+        text_of_run(spec, DataPlaces(folder=Path()))
 
 
 def test_who_will_start_a_loop_is_not_asked_to_allow_code_that_it_does_not_run() -> None:

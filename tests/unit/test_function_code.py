@@ -27,7 +27,8 @@ from protocol.errors import (
     ProtocolMismatchError,
     UsageError,
 )
-from protocol.run.run_spec import RunSpec
+from protocol.run.models import FunctionModel
+from protocol.run.run_spec import DataSection, RunSpec
 from protocol.wire.rounds import Digest
 from tests import run_functions
 from tests.unit.function_scene import spec_of, trainer_of, undescribed
@@ -191,6 +192,25 @@ def test_with_the_run_s_code_an_export_has_the_statistics_that_evaluations_have(
     held_out = torch.stack(list(run_functions.draws()[1]))
     assert module(held_out).square().mean().item() == pytest.approx(evaluation.loss, rel=1e-5)
     assert "running_mean" not in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_the_card_of_a_run_of_loops_takes_a_module_that_comes_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bare = RunSpec(
+        model=FunctionModel(source="function", function="tests.run_functions:net_alone"),
+        data=DataSection(source="loop"),
+    )
+    spec = bare.model_copy(update={"description": describe(bare, None)})
+    module = loaded_as_its_card_says(spec, tmp_path / "out", monkeypatch, code=tmp_path)
+    assert not module.training
+    weight = module.get_submodule("0").weight
+    assert isinstance(weight, torch.Tensor)
+    assert float(torch.linalg.matrix_norm(weight.detach(), 2)) == pytest.approx(1, abs=1e-4)
+    origin = Origin(run="my-run", run_digest=spec.digest(), round=3, outer_digest=Digest(bytes(32)))
+    out = tmp_path / "without"
+    export_model(spec=spec, parameters=first_vector(spec), origin=origin, out=out)
+    assert "        module.train()(batch)\n" in (out / "README.md").read_text()
 
 
 def test_an_export_runs_no_code_that_is_not_the_run_s_and_none_for_nothing(

@@ -17,7 +17,7 @@ from node.island.models.code import (
     digest_of,
 )
 from node.island.models.describing import describe, first_vector
-from node.island.models.function import FunctionArchitecture, random_module
+from node.island.models.function import FunctionArchitecture, beside_the_trained, random_module
 from node.island.parallel.mesh import Mesh
 from node.island.parallel.mesh_shape import (
     PLAIN,
@@ -185,6 +185,9 @@ def test_a_buffer_that_training_changes_is_refused_by_name_but_for_running_stati
     with pytest.raises(ConfigError, match=r"changes the buffer 0\.\w+ of a Centred") as caught:
         spec_of("tests.run_functions:net_with_own_mean", "tests.run_functions:rows")
     assert "make it a parameter" in caught.value.next_step
+    assert "persistent=False" in caught.value.next_step
+    with_cache = described_with("net_with_own_mean", "rows", persistent=False)
+    trainer_of(with_cache).train(inner_work(2), lambda _: None)
     described = spec_of("tests.run_functions:net_with_batch_norm", "tests.run_functions:rows")
     assert described.description is not None
     assert described.description.num_running_statistics == 1
@@ -267,6 +270,28 @@ def test_evaluators_of_a_model_with_batch_norm_agree_whatever_they_have_trained(
     exact = module.eval()(held_out).square().mean().item()
     assert loss.loss == pytest.approx(exact, rel=0.1)
     assert loss.loss != pytest.approx(untold, rel=0.5), "a test that can fail"
+
+
+@pytest.mark.parametrize("how", ["parametrized", "hooked"])
+def test_spectral_norm_divides_by_the_norm_of_the_weights_that_are_measured(how: str) -> None:
+    spec = described_with("net_with_spectral_norm", "draws", how=how)
+    assert spec.description is not None and spec.description.num_running_statistics == 2
+    fresh, trained = trainer_of(spec), trainer_of(spec)
+    trained.train(inner_work(5), lambda _: None)
+    parameters = np.empty(spec.num_parameters, np.float32)
+    trained.publish(parameters, 0)
+    loss = fresh.evaluate_at(parameters)
+    assert trained.evaluate_at(parameters) == loss
+    module, _ = run_functions.net_with_spectral_norm(how=how)
+    copy_parameters(module, layout_of(spec), parameters)
+    held_out = torch.stack([run_functions.draws()[1][i] for i in range(64)])
+    untold = module.eval()(held_out).square().mean().item()
+    module.load_state_dict(beside_the_trained(spec, parameters, None), strict=False)
+    exact = module(held_out).square().mean().item()
+    assert loss.loss == pytest.approx(exact, rel=1e-4)
+    assert loss.loss != pytest.approx(untold, rel=1e-3), "a test that can fail"
+    for weight in (module[0].weight, module[2].weight):
+        assert float(torch.linalg.matrix_norm(weight.detach(), 2)) == pytest.approx(1, abs=1e-4)
 
 
 def test_a_loss_that_draws_is_the_same_at_each_measure_and_training_draws_as_without_any() -> None:
@@ -540,9 +565,16 @@ def test_a_loss_that_is_a_sum_over_its_batch_is_refused_with_what_to_return() ->
 
 
 def trying_a_loss(kind: str) -> Description:
-    spec = undescribed("tests.run_functions:net_with_a_loss", "tests.run_functions:pairs")
-    model = spec.model.model_copy(update={"arguments": {"kind": kind}})
-    return describe(spec.model_copy(update={"model": model}), None)
+    description = described_with("net_with_a_loss", "pairs", kind=kind).description
+    assert description is not None
+    return description
+
+
+def described_with(model: str, data: str, **arguments: str | bool) -> RunSpec:
+    spec = undescribed(f"tests.run_functions:{model}", f"tests.run_functions:{data}")
+    told = spec.model.model_copy(update={"arguments": arguments})
+    spec = spec.model_copy(update={"model": told})
+    return spec.model_copy(update={"description": describe(spec, None)})
 
 
 def test_frozen_parameters_are_no_part_of_the_run_and_proved_by_their_digest() -> None:

@@ -189,11 +189,31 @@ def test_a_codebook_that_is_moved_behind_torch_s_back_is_refused(
         watch.check()
 
 
-def test_spectral_norm_is_refused_with_the_name_of_its_vectors() -> None:
-    model = nn.utils.parametrizations.spectral_norm(
-        nn.Linear(64, 64)
-    )  # smaller ones are done at once
-    watch = watch_of(model)
-    model(torch.randn(4, 64))
-    with pytest.raises(ModelMismatchError, match=r"parametrizations\.weight\.0\._u"):
-        watch.check()
+def norm_of(module: Any) -> float:
+    return float(torch.linalg.matrix_norm(module.weight.flatten(1), 2))
+
+
+@pytest.mark.parametrize("kind", ["parametrized", "hooked", "after another"])
+def test_spectral_norm_is_each_node_s_own_until_it_is_measured_or_kept(kind: str) -> None:
+    torch.manual_seed(0)
+    conv = nn.Conv2d(8, 16, 3)
+    if kind == "after another":
+        nn.utils.parametrizations.weight_norm(conv)
+    put = nn.utils.spectral_norm if kind == "hooked" else nn.utils.parametrizations.spectral_norm
+    model, pixels = nn.Sequential(put(conv)), torch.randn(1, 8, 4, 4)
+    watch, statistics = watch_of(model), statistics_of(model, None)
+    model(pixels)
+    watch.check()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter))  # as the swarm's
+    model.eval()(pixels)
+    assert norm_of(model[0]) > 1.02, "a test that can fail"
+    own = [buffer.clone() for buffer in model.buffers()]
+    with statistics.of_these_weights():
+        model(pixels)
+        assert norm_of(model[0]) == pytest.approx(1, abs=1e-4)
+    assert all(map(torch.equal, own, model.buffers()))
+    statistics.settle()
+    model(pixels)
+    assert norm_of(model[0]) == pytest.approx(1, abs=1e-4)

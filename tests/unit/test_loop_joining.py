@@ -383,11 +383,15 @@ async def test_a_second_loop_is_refused_with_the_process_that_is_there(tmp_path:
         assert refusal[0] == f"another training loop is with this node: process {os.getpid()}"
 
 
-async def test_a_program_that_joins_twice_is_told_to_leave_first(tmp_path: Path) -> None:
+async def test_a_program_that_joins_twice_is_told_to_leave_first(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
     async with scene(tmp_path) as one:
         one.loop(steps_on_samples)
         await one.is_here()
         await ends(one.loop(steps_on_samples))
+        assert f"{tmp_path.name}: left the swarm" not in caplog.text, "of one that never was in it"
         assert "this program has joined already, and has not left" in str(one.ended[0])
         assert "leave()" in str(one.ended[0])
         assert one.island.ability.trains

@@ -325,6 +325,8 @@ def test_what_else_a_file_with_a_model_says_is_told_to_be_left_out(
         (["--function", "a:b", "--lora", "4"], "both say what is trained", 64),
         (["--function", "a"], "--function a names no function", 64),
         (["--function", "a:b"], "nothing what it learns from", 64),
+        (["--loop", "--data", "x"], "--loop and --data both say what it learns from", 64),
+        (["--loop", "--private"], "--loop and --private both say what it learns from", 64),
         (["--data-function", "a:b"], "goes with a model that a function makes", 64),
         (["--data-function", "b", "--function", "a:b"], "--data-function b names no function", 64),
         (

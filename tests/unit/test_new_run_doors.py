@@ -138,6 +138,41 @@ def test_a_function_is_one_command_and_its_run_is_named_by_its_folder(
 
 
 @pytest.mark.usefixtures("described_here")
+def test_a_run_of_loops_names_no_data_and_its_function_may_return_the_module_alone(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    code = tmp_path / "code"
+    code.mkdir()
+    (code / "alone.py").write_text(
+        "from torch import nn\n\n\ndef model():\n"
+        "    return nn.Sequential(nn.EmbeddingBag(5, 4, sparse=True), nn.Linear(4, 1))\n"
+    )
+    home = tmp_path / "run"
+    spec = made(home, "--function", "alone:model", "--from", code, "--loop")
+    assert (spec.data.source, spec.counted, spec.num_parameters) == ("loop", "samples", 25)
+    told = capfd.readouterr().out
+    assert "  atoll node start --loop\n" in told and "--allow-function" not in told
+    assert f"  atoll node start --loop --weights {home / 'first.safetensors'}\n" in told
+    assert "needs nothing of that" not in told
+    made(tmp_path / "again", "--run", home / "run.toml")
+    assert "  atoll node start --loop --weights" in capfd.readouterr().out
+    words = ("--function", "alone:model", "--from", code, "--private", "--context", 8)
+    assert init(tmp_path / "other", *words) == 65
+    assert "Sequential instead of (module, loss)" in capfd.readouterr().err
+    spec = made(tmp_path / "decoder", "--model", "0.2m", "--loop")
+    assert (spec.data.source, spec.counted) == ("loop", "tokens")
+
+
+@pytest.mark.usefixtures("described_here")
+def test_a_transformers_folder_is_trained_by_loops_without_any_tokens(
+    llama: Path, tmp_path: Path
+) -> None:
+    for more in ((), ("--lora", 4), ("--by", "transformers")):
+        spec = made(tmp_path / "-".join(map(str, ("run", *more))), "--from", llama, "--loop", *more)
+        assert spec.data.source == "loop"
+
+
+@pytest.mark.usefixtures("described_here")
 def test_a_fork_of_a_function_keeps_its_weights_though_its_code_or_data_change(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

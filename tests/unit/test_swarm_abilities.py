@@ -62,4 +62,4 @@ def test_the_end_waits_for_no_evaluation_where_nobody_can() -> None:
     scene.commit("node-a")
     scene.apply(digest_of("state 1"), "node-a")
     (finished,) = scene.asked(RunFinished)
-    assert "no node that can evaluate the final state" in finished.reason
+    assert "no node here evaluates, so nobody has measured a held-out loss" in finished.reason

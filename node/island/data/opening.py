@@ -28,7 +28,7 @@ from node.island.data.manifest import (
     manifest_of,
     read_manifest,
 )
-from node.island.data.places import DataPlaces, check_reach
+from node.island.data.places import DataPlaces, check_reach, refusal_without_a_loop
 from node.island.data.token_shards import Files, FoundFiles, MappedFiles, TokenShards
 from protocol.errors import BadDataError, ConfigError, NoInputError
 from protocol.files.durable import expanded, make_folder, write_atomically
@@ -39,6 +39,8 @@ from protocol.wire.rounds import Digest
 
 def open_dataset(spec: RunSpec, places: DataPlaces) -> Dataset:
     """What a run trains on. Raises AtollError where it is not there."""
+    if spec.data.source == "loop":
+        raise refusal_without_a_loop(spec)
     if spec.data.source == "function":
         from node.island.data.functions import FunctionData
 
@@ -56,7 +58,7 @@ def look_at_data(spec: RunSpec, places: DataPlaces) -> None:
 
     Raises AtollError. Data that a holder is still to name are none of its business.
     """
-    if spec.data.source == "function" or (spec.data.private and not places.own):
+    if spec.data.source in ("function", "loop") or (spec.data.private and not places.own):
         return
     data = _as_here(spec.data, places)
     if data.source == "tokens":
@@ -73,7 +75,7 @@ def look_at_run_data(spec: RunSpec, folder: Path) -> None:
     It is for who starts a coordinator, where there may be none of them. Raises AtollError.
     """
     data = spec.data
-    if data.private or data.source == "function" or any(map(is_url, data.paths)):
+    if data.private or data.source in ("function", "loop") or any(map(is_url, data.paths)):
         return
     if data.source == "tokens":
         place = folder / expanded(data.paths[0])

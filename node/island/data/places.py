@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from protocol.errors import NotPermittedError
+from protocol.errors import ConfigError, NotPermittedError
 from protocol.files.durable import expanded
-from protocol.run.run_spec import DataSection
+from protocol.run.run_spec import DataSection, RunSpec
 
 DEFAULT_CACHE_BYTES = 20 * 10**9
 
@@ -48,6 +48,17 @@ def reads_in_words(data: DataSection, *, own: str) -> str:
             return f"tokens that the run names, here or from other members: {named}"
         case "function":
             return f"what the run's function gives: {data.function}"
+        case "loop":
+            return "nothing of it, for the run names no data: a training loop of yours has its own"
+
+
+def refusal_without_a_loop(spec: RunSpec) -> ConfigError:
+    """What to say where a run without data is to be trained, measured or asked about here."""
+    return ConfigError(
+        f"run {spec.run.name!r} has no data of its own: its nodes train by loops of theirs, on what these "
+        "bring",
+        next_step="start with --loop, and a training loop that calls atoll.join (docs/loops.md)",
+    )
 
 
 def check_reach(patterns: Iterable[str], places: DataPlaces) -> None:

@@ -246,6 +246,9 @@ class LeasedSamples:
 
     def look(self) -> None:
         """Finds out what is here. Heavy. A run's own code is run by loops alone, never here."""
+        if self._spec.data.source == "loop":
+            self._why_none = "the run names no data, so its loops train on their own"
+            return
         if self._spec.data.source == "function":
             self._why_none = "the run's samples come from a function, which the loop calls itself"
             return

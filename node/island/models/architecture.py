@@ -409,9 +409,10 @@ def _words(name: str, shape: tuple[int, ...] | None, *, again: bool = False) -> 
 
 
 class BufferWatch:
-    """Refuses modules whose training changes buffers, but for running statistics.
+    """Refuses modules whose training changes buffers of their checkpoints, but for what norms remember.
 
-    They are in no exchange, so every node would go on with its own, and say nothing of it.
+    They are in no exchange, so every node would go on with its own, and say nothing of it. What no checkpoint
+    has (`persistent=False`) is no part of the model: nodes may differ in it.
     """
 
     def __init__(self, parts: Iterable[nn.Module]) -> None:
@@ -436,7 +437,7 @@ class BufferWatch:
     def _buffers(self) -> Iterator[tuple[tuple[int, str], Tensor]]:
         """By the number of their part and their name: stages of one rank have the same names."""
         for number, part in enumerate(self._parts):
-            for name, buffer in part.named_buffers():
+            for name, buffer in kept_buffers(part).items():
                 if name not in self._statistics:
                     yield (number, name), buffer
 
@@ -457,7 +458,8 @@ def changed_buffer(name: str, kind: str) -> ConfigError:
     return ConfigError(
         f"training changes the buffer {name} of a {kind}, and buffers are not exchanged: nodes would "
         "end with different models",
-        next_step="make it a parameter, or compute it from the batch",
+        next_step="make it a parameter, or compute it from the batch; where nodes may differ in it, register "
+        "it with persistent=False",
     )
 
 

@@ -17,8 +17,18 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
-from node.island.models.architecture import Tree, changed_buffer, copy_parameters, tensors_of
-from node.island.models.running_statistics import norms_of, statistics_of
+from node.island.models.architecture import (
+    Tree,
+    changed_buffer,
+    copy_parameters,
+    kept_buffers,
+    tensors_of,
+)
+from node.island.models.running_statistics import (
+    num_norms_of,
+    spectral_vectors_of,
+    statistics_of,
+)
 from node.outer_state import Vector
 from protocol.errors import AtollError, ConfigError, UsageError
 from protocol.run.models import Description, TensorShape, layout_of
@@ -56,8 +66,11 @@ def describe(spec: RunSpec, folder: Path | None) -> Description:
             next_step="leave requires_grad at True for those that are",
         )
     _refuse_other_types(model)
-    counted = _counted(model, loss, batch, to_leave_out)
-    if counted is None and spec.model.source == "function":
+    is_known = (
+        loss is not None and batch is not None
+    )  # else what loops compute, and of what, is theirs
+    counted = _counted(model, loss, batch, to_leave_out) if is_known else None
+    if is_known and counted is None and spec.model.source == "function":
         from node.island.models.function import compute_once
 
         compute_once(spec, batch)
@@ -65,7 +78,7 @@ def describe(spec: RunSpec, folder: Path | None) -> Description:
     return found.model_copy(
         update={
             "tensors": tuple(tensors),
-            "num_running_statistics": len(norms_of([model])),
+            "num_running_statistics": num_norms_of(model),
             "num_frozen": sum(p.numel() for p in model.parameters() if not p.requires_grad),
             "flops_per_token": max(1, flops // spec.model.context),
             "activation_bytes": activation_bytes,
@@ -210,6 +223,8 @@ def model_with(spec: RunSpec, vector: Vector, *, base: Path | None = None) -> An
         return merged_model(spec, base, _values_of(spec, vector))
     model = random_model(spec)
     copy_parameters(model, layout_of(spec), vector)
+    for each in spectral_vectors_of(model):
+        each.settle()
     return model
 
 
@@ -271,7 +286,7 @@ def _counted(
         )
         return None
     statistics = statistics_of([model]).keys()
-    for name, buffer in model.named_buffers():
+    for name, buffer in kept_buffers(model).items():
         if name in statistics:
             continue
         was, version = versions[name]

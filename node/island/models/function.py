@@ -44,7 +44,13 @@ from node.island.models.code import (
     sources_of,
 )
 from node.island.models.generic import GenericArchitecture
-from node.island.models.running_statistics import averaging, batches_for, statistics_of
+from node.island.models.running_statistics import (
+    averaging,
+    batches_for,
+    norms_of,
+    spectral_vectors_of,
+    statistics_of,
+)
 from node.island.models.stages import units_of
 from node.island.models.tensor_plan import styles_of
 from node.island.models.transformers import config_within
@@ -235,6 +241,9 @@ def brought(spec: RunSpec) -> Brought:
     model = spec.model
     assert isinstance(model, FunctionModel)
     found = called(model.function, model.arguments)
+    is_for_loops = spec.data.source == "loop"
+    if is_for_loops and isinstance(found, nn.Module):
+        found = (found, _no_loss)
     if not isinstance(found, tuple) or not 2 <= len(found) <= 4:
         raise refuse(model.function, f"{type(found).__name__} instead of (module, loss)")
     parts: list[Any] = [*found, None, None]
@@ -254,7 +263,7 @@ def brought(spec: RunSpec) -> Brought:
                 model.function, f"a plan with {name!r}: {style!r}, which is none of {known}"
             )
     for name, each in module.named_modules():
-        if isinstance(each, nn.Embedding | nn.EmbeddingBag) and each.sparse:
+        if isinstance(each, nn.Embedding | nn.EmbeddingBag) and each.sparse and not is_for_loops:
             raise ConfigError(
                 f"the embedding {name} has sparse=True, whose gradients are not exchanged between ranks",
                 next_step="remove it, and set [inner] sparse = true: rows without a gradient are then "
@@ -262,6 +271,10 @@ def brought(spec: RunSpec) -> Brought:
             )
     module.train()
     return Brought(module=module, loss=loss, metric=metric, plan=plan, stages=stages)
+
+
+def _no_loss(_module: nn.Module, _batch: Tree) -> Tensor:
+    raise AssertionError("nobody but its loops computes anything of this run")
 
 
 def random_module(spec: RunSpec, *, moves_seeds: bool = False) -> nn.Module:
@@ -339,21 +352,26 @@ def beside_the_trained(spec: RunSpec, parameters: Vector, code: Path | None) -> 
 
 
 def _statistics_for(spec: RunSpec, parameters: Vector, code: Path | None) -> dict[str, Tensor]:
-    """Running statistics of a state, on the CPU, as evaluations have them; runs the run's code.
+    """What norms remember of a state, on the CPU, as evaluations have it; runs the run's code.
 
     Raises AtollError where the code or the data are not here.
     """
+    check_functions(spec, allowed=[spec.run.name], code=code)
+    find_code(code)
+    torch.manual_seed(spec.run.seed)
+    found = brought(spec)
+    copy_parameters(found.module, layout_of(spec), parameters)
+    for each in spectral_vectors_of(found.module):
+        each.settle()
+    if not norms_of([found.module]):
+        return statistics_of([found.module])
     if spec.data.source != "function":
         raise UsageError(
             "running statistics are computed here of samples that a function of the run gives, and those of "
             f'run {spec.run.name!r} are [data] source = "{spec.data.source}"',
             next_step="leave --code out: the model card has the lines that compute them",
         )
-    check_functions(spec, allowed=[spec.run.name], code=code)
-    find_code(code)
-    torch.manual_seed(spec.run.seed)
-    found, data = brought(spec), FunctionData(spec)
-    copy_parameters(found.module, layout_of(spec), parameters)
+    data = FunctionData(spec)
     order = SampleOrder.of(spec.run.seed, data)
     with averaging([found.module]):
         for numbers in batches_for(spec, order, data.num_samples):
@@ -465,10 +483,10 @@ def frozen_of(module: nn.Module) -> dict[str, Tensor]:
 
 def described_function(
     spec: RunSpec, folder: Path | None
-) -> tuple[nn.Module, Description, Callable[[Tree], Tensor], Tree]:
+) -> tuple[nn.Module, Description, Callable[[Tree], Tensor], Tree | None]:
     """The module, what can be said of it, its loss and a batch of two samples, to count with.
 
-    `folder` has the functions, unless they are installed.
+    No batch where only loops have any. `folder` has the functions, unless they are installed.
     """
     model = spec.model
     assert isinstance(model, FunctionModel)
@@ -479,7 +497,9 @@ def described_function(
     _refuse_drawn_buffers(spec, found.module)
     if found.plan:
         styles_of(found.module, found.plan)  # refuses what does not fit
-    batch: Tree = (torch.zeros(2, model.context, dtype=torch.int64),) * 2
+    batch: Tree | None = None
+    if spec.data.source != "loop":
+        batch = (torch.zeros(2, model.context, dtype=torch.int64),) * 2
     compares, num_samples = False, None
     if spec.data.source == "function":
         data = FunctionData(spec)
@@ -494,7 +514,7 @@ def described_function(
         return result.total if isinstance(result, Counted) else result
 
     kind = type(found.module).__name__
-    stages = _stages_of(spec, batch) if found.stages else ()
+    stages = _stages_of(spec, batch) if found.stages and batch is not None else ()
     frozen: dict[str, Tensor] = {}
     if any(not parameter.requires_grad for parameter in found.module.parameters()):
         frozen = frozen_of(random_module(spec))
@@ -522,8 +542,9 @@ def _refuse_drawn_buffers(spec: RunSpec, module: nn.Module) -> None:
 
     One that is made of parameters has none at all where the module is built.
     """
-    buffers = dict(module.named_buffers())
-    if buffers.keys() == statistics_of([module]).keys():
+    statistics = statistics_of([module]).keys()
+    buffers = {name: each for name, each in module.named_buffers() if name not in statistics}
+    if not buffers:
         return
     with without_memory(), drawing(spec.run.seed + 1):
         again = dict(brought(spec).module.named_buffers())

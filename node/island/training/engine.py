@@ -28,7 +28,7 @@ from node.island.models.architecture import (
     check_frozen,
     kept_buffers,
 )
-from node.island.models.running_statistics import averaging, norms_of
+from node.island.models.running_statistics import averaging, norms_of, spectral_vectors_of
 from node.island.parallel.mesh import Mesh, fill, local_of
 from node.island.parallel.mesh_shape import PLAIN, LocalTraining
 from node.island.parallel.modules import (
@@ -319,6 +319,13 @@ class Engine:
             metric=None if metric is None else metric * num_samples,
             num_samples=num_samples if has_loss else 0,
         )
+
+    def settle_vectors(self) -> None:
+        """Has spectral norm's vectors be those of the present parameters, where these came from elsewhere."""
+        reshard(self.parts)
+        for part in self.parts:
+            for each in spectral_vectors_of(part):
+                each.settle()
 
     def compute_statistics(self, batches: Iterable[Tree]) -> None:
         """Computes running statistics for the present parameters, over as many batches on each rank."""

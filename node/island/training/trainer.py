@@ -218,6 +218,7 @@ class Trainer:
         The first time a plan of the run's own for tensor parallel or stages is tried; raises ConfigError.
         """
         adopt_boxes(self._held(), parameters, copies=self._copies)
+        self._engine.settle_vectors()
         if self._has_plan_to_check:
             from node.island.models.plan_check import check_plan
 
