@@ -13,7 +13,6 @@ from coordinator.services import checks
 from coordinator.services.answering import Gate, for_all, service
 from coordinator.services.one_round import closed_round, open_round
 from coordinator.streams import Telemetry
-from coordinator.swarm.checking import unchecked
 from coordinator.swarm.committed import awaits_first_weights, recent_screening
 from coordinator.swarm.conviction import next_round, waiting_in_words
 from coordinator.swarm.explain import (
@@ -30,7 +29,7 @@ from coordinator.swarm.reach import is_symmetric
 from coordinator.swarm.reach_back import rounds_in_reach, spans_in_words
 from coordinator.swarm.state import HeldOut, RoundPhase, SwarmState, Written
 from coordinator.swarm.turn import present_members
-from coordinator.swarm.weighing import common_corpus, say_of, weight_of
+from coordinator.swarm.weighing import common_corpus, say_of, unchecked, weight_of
 from protocol.errors import NoInputError
 from protocol.run.amendments import still_in_force
 from protocol.run.run_spec import RunSpec
