@@ -172,7 +172,7 @@ def run(tried: Try, device: str, threads: int) -> float:
     return train_swarm(setting, spec, corpus, device=device, local=local).loss
 
 
-def tuning(size: str, text: str = "") -> list[Try]:
+def tuning(size: str, text: str) -> list[Try]:
     """Data parallelism with each rate, for a fifth of the steps."""
     steps = max(1, SIZES[size].steps // 5)
     return [
@@ -218,7 +218,7 @@ def preset_for(ceiling: Try, ratio: int) -> Try:
 
 
 def tries_of(
-    size: str, best: dict[str, float], seed: int, ratios: Sequence[int] = (), text: str = ""
+    size: str, best: dict[str, float], seed: int, *, text: str, ratios: Sequence[int] = ()
 ) -> list[Try]:
     """The runs that are compared."""
     found: list[Try] = []
@@ -249,11 +249,11 @@ def tries_of(
     return found
 
 
-def best_rates(known: dict[Try, float], size: str) -> dict[str, float]:
-    """By the tuning runs, of each optimizer."""
+def best_rates(known: dict[Try, float], size: str, text: str) -> dict[str, float]:
+    """By the tuning runs on this text, of each optimizer."""
     found: dict[str, float] = {}
     for optimizer in SIZES[size].rates:
-        runs = [t for t in tuning(size, "") if t.optimizer == optimizer and t in known]
+        runs = [t for t in tuning(size, text) if t.optimizer == optimizer and t in known]
         if runs:
             found[optimizer] = min(runs, key=known.__getitem__).rate
     return found
@@ -360,7 +360,13 @@ def main() -> None:
             wanted = [
                 tried
                 for size in options.sizes
-                for tried in tries_of(size, best_rates(known, size), options.seed, options.ratios)
+                for tried in tries_of(
+                    size,
+                    best_rates(known, size, options.text),
+                    options.seed,
+                    text=options.text,
+                    ratios=options.ratios,
+                )
             ]
             # Those that say most first: a lent GPU may be gone before the last.
             all_of(
