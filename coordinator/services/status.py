@@ -91,7 +91,6 @@ class StatusDesk:
         past: Past | None = None,
         relay: Callable[[], str] = lambda: "",
         add_for_owner: Callable[[pb.RunStatus, float], None] = lambda run, now: None,
-        wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self._driver = driver
         self._telemetry = telemetry
@@ -102,7 +101,6 @@ class StatusDesk:
         self._relay = relay
         self._add_for_owner = add_for_owner
         self._started_at = driver.clock.now()
-        self._wall_clock = wall_clock
 
     def get_status(
         self,
@@ -129,7 +127,7 @@ class StatusDesk:
         if role is Role.VIEWER:
             for node in nodes:
                 node.ClearField("address")
-        unix_seconds = self._wall_clock()
+        unix_seconds = time.time()
         run = self._run_status(state, now, most_losses)
         if role is Role.OPERATOR:
             self._add_for_owner(run, unix_seconds)
