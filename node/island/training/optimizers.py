@@ -8,7 +8,7 @@ LLM training", Liu et al., 2025, section 2.3, gathers all of a matrix on all ran
 iterate).
 
 Each group carries the `peak_rate` that the schedule scales. What lives elsewhere: the schedule
-(node.island.training.schedule), clipping and the step itself (node.island.training.trainer).
+(protocol.run.schedule), clipping and the step itself (node.island.training.trainer).
 """
 
 import inspect
