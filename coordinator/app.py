@@ -75,7 +75,6 @@ from protocol.v1.session_pb2_grpc import add_SessionServiceServicer_to_server
 from protocol.v1.status_pb2_grpc import add_StatusServiceServicer_to_server
 
 if TYPE_CHECKING:
-    from coordinator.dashboard.pages import Pages
     from protocol.web.server import WebServer
 
 NEWS_FILE = "news.jsonl"
@@ -140,20 +139,11 @@ class Coordinator:
             await rulings.announce_key(home.key_number, home.tail_pem)
             ports = bind(home, config, opened, is_carried=carriage is not None)
             lookout = Lookout(driver.clock.now)
-            through: Through | None = None
+            through = None
             if carriage is None:
-                listening = await listen(lookout.saw, config.host, tuple(ports.local))
-                lookout.ports = listening.ports
-                opened.callback(listening.close)
+                await _look_out(lookout, config, ports, opened)
             else:
-                through = Through(
-                    carriage,
-                    name=home.run.run.name,
-                    host=local_host(ports.here),
-                    ports=ports.local,
-                    lookout=lookout,
-                )
-                opened.push_async_callback(through.stop)
+                through = _through(carriage, home, ports, lookout, opened)
                 driver.may_be_cut_off = lambda: through is not None and through.is_away
             certificates = Certificates(
                 home.issuer,
@@ -177,10 +167,7 @@ class Coordinator:
                 room=room,
             )
             _add_enrolment(ports, home, rulings, certificates, driver=driver)
-            dashboard: WebServer | None = None
-            if config.dashboard:
-                pages = _pages_of(status, watched, driver)
-                dashboard = open_dashboard(config, pages, token=page_token(home.directory))
+            dashboard = _dashboard_of(status, watched, home, config, driver)
             if dashboard is not None:
                 opened.push_async_callback(dashboard.close)
             home.save_link(host=ports.here, control_port=ports.local[ports.control_port])
@@ -375,11 +362,39 @@ def _add_member_services(
     return status
 
 
-def _pages_of(status: StatusDesk, watched: Watched, driver: Driver) -> "Pages":
-    """Their libraries are loaded only now: who wants no pages need not wait for them."""
+async def _look_out(
+    lookout: Lookout, config: CoordinatorConfig, ports: Ports, opened: AsyncExitStack
+) -> None:
+    """Sees by datagrams where routers put members, at the ports that these know."""
+    listening = await listen(lookout.saw, config.host, tuple(ports.local))
+    lookout.ports = listening.ports
+    opened.callback(listening.close)
+
+
+def _through(
+    carriage: Carriage, home: Home, ports: Ports, lookout: Lookout, opened: AsyncExitStack
+) -> Through:
+    """The relay by which nodes come, and which sees their datagrams; not dialled yet."""
+    through = Through(
+        carriage,
+        name=home.run.run.name,
+        host=local_host(ports.here),
+        ports=ports.local,
+        lookout=lookout,
+    )
+    opened.push_async_callback(through.stop)
+    return through
+
+
+def _dashboard_of(
+    status: StatusDesk, watched: Watched, home: Home, config: CoordinatorConfig, driver: Driver
+) -> "WebServer | None":
+    """Its libraries are loaded only now: who wants no pages need not wait for them."""
+    if not config.dashboard:
+        return None
     from coordinator.dashboard.pages import Pages
 
-    return Pages(
+    pages = Pages(
         status,
         watched.tally,
         watched.timeline,
@@ -387,6 +402,7 @@ def _pages_of(status: StatusDesk, watched: Watched, driver: Driver) -> "Pages":
         now=driver.clock.now,
         is_serving=lambda: driver.is_keeping_time,
     )
+    return open_dashboard(config, pages, token=page_token(home.directory))
 
 
 def _add_enrolment(

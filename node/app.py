@@ -19,7 +19,8 @@ from node.island.data.places import DataPlaces, check_reach, reads_in_words
 from node.island.models.code import DIGITS, code_digest, functions_of, in_words
 from node.island.ranks.forkserver import end_forkserver, prepare_forkserver, rank_output
 from node.kept import refuse_what_nobody_gives
-from node.link.calls import CoordinatorLink, RenewingCalls, run_of_coordinator
+from node.link.calls import CoordinatorLink, run_of_coordinator
+from node.link.renewing import RenewingCalls
 from node.machine.hardware import (
     Hardware,
     keep_freed_memory,

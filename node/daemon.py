@@ -55,7 +55,6 @@ from protocol.wire.messages import (
     ParticipantsIdle,
     PunchAsked,
     RefetchAsked,
-    Report,
     RosterChanged,
     RosterTold,
     RoundCommitted,
@@ -146,81 +145,26 @@ class Daemon:
         rng: random.Random,
     ) -> None:
         """The transport tells the meters when a body is on its way, if it can."""
-        outer, history, tokens = holdings.outer, holdings.history, holdings.tokens
-        transport = counterparts.transport
-        self._rulings = holdings.rulings or KeptRulings(spec)
-        self._why_paused = counterparts.why_paused
-        self._manager = counterparts.manager
-        self._address_changes = counterparts.address_changes
-        self._facts = facts
-        self._spec = spec
+        self._facts, self._spec, self._rng = facts, spec, rng
         self._run_digest = spec.digest()
-        self._link = counterparts.coordinator
-        self._rng = rng
-        self._transport = transport
+        self._counts = meters.counts
+        self._link, self._transport = counterparts.coordinator, counterparts.transport
+        self._why_paused, self._manager = counterparts.why_paused, counterparts.manager
+        self._address_changes = counterparts.address_changes
+        self._outer, self._history = holdings.outer, holdings.history
+        self._corpus, self._keep_corpus = holdings.corpus, holdings.keep_corpus
+        self._rulings = holdings.rulings or KeptRulings(spec)
+        self._asking = Patience(rng)
+        self._session = self._session_of_its_own()
         self._island = LastingIsland(
             counterparts.island,
             meters.exchange_time,
             why_paused=self._why_paused,
             writer=counterparts.writer,
         )
-        self._outer = outer
-        self._disk = holdings.disk
-        self._counts = meters.counts
-        self._history = history
-        self._asking = Patience(rng)
-        self._supplied = None if tokens is None else tokens.supplied
-        peer_tokens: PeerTokens | None = None
-        if tokens is not None:
-            peer_tokens = PeerTokens(
-                held=tokens.held,
-                is_given=tokens.is_given,
-                node_id=facts.node_id,
-                run_digest=self._run_digest,
-                transport=transport,
-                heavy=heavy,
-                is_exchanging=lambda: self._exchange.is_sending,
-                rng=rng,
-            )
-        self._peer_tokens = peer_tokens
-        self._exchange = Exchange(
-            Rules(
-                node_id=facts.node_id,
-                run_digest=self._run_digest,
-                context=spec.model.context,
-                uplink=outer.uplink,
-                downlink=outer.downlink,
-            ),
-            StateHere(
-                outer=outer,
-                history=history,
-                disk=holdings.disk,
-                heavy=meters.exchange_time.over(heavy),
-                first_state=holdings.first_state,
-            ),
-            transport=transport,
-            coordinator=CoordinatorCalls(
-                report=self._report,
-                list_commits=self._list_commits,
-                bring_back=self._bring_commits,
-                patience=self._asking,
-            ),
-            give_tokens=None if peer_tokens is None else peer_tokens.supply,
-        )
-        self._session = Session(
-            link=self._link,
-            node=NodeSide(
-                announce=self._announcement,
-                vitals=self.vitals,
-                on_attached=self._on_attached,
-                on_message=self._on_message,
-                ask_members=self._ask_members,
-            ),
-            rng=rng,
-            rulings=self._rulings,
-        )
-        self._corpus = holdings.corpus
-        self._keep_corpus = holdings.keep_corpus
+        self._supplied = None if holdings.tokens is None else holdings.tokens.supplied
+        self._peer_tokens = self._tokens_of_peers(holdings.tokens, heavy)
+        self._exchange = self._exchange_of(holdings, heavy=meters.exchange_time.over(heavy))
         self._duties = Duties(
             node_id=facts.node_id,
             spec=spec,
@@ -233,7 +177,7 @@ class Daemon:
         )
         self._exchange.spot_checks.on_ready = self._duties.put
         self._process_id = rng.getrandbits(63)
-        outer.sign_as(self._process_id)
+        self._outer.sign_as(self._process_id)
         self.called = facts.node_name
         """The node's name in the swarm: another node may have its own."""
         self._other_data: tuple[str, ...] = ()  # nodes that train on other data
@@ -242,6 +186,60 @@ class Daemon:
         self._unsaved: AtollError | None = None  # why the disk did not take what it held last
         self._patience_ended = asyncio.Event()  # of a drain
         self._patience: asyncio.TimerHandle | None = None
+
+    def _session_of_its_own(self) -> Session:
+        node = NodeSide(
+            announce=self._announcement,
+            vitals=self.vitals,
+            on_attached=self._on_attached,
+            on_message=self._on_message,
+            ask_members=self._ask_members,
+        )
+        return Session(link=self._link, node=node, rng=self._rng, rulings=self._rulings)
+
+    def _tokens_of_peers(self, tokens: Tokens | None, heavy: Heavy) -> PeerTokens | None:
+        if tokens is None:
+            return None
+        return PeerTokens(
+            held=tokens.held,
+            is_given=tokens.is_given,
+            node_id=self._facts.node_id,
+            run_digest=self._run_digest,
+            transport=self._transport,
+            heavy=heavy,
+            is_exchanging=lambda: self._exchange.is_sending,
+            rng=self._rng,
+        )
+
+    def _exchange_of(self, holdings: Holdings, *, heavy: Heavy) -> Exchange:
+        rules = Rules(
+            node_id=self._facts.node_id,
+            run_digest=self._run_digest,
+            context=self._spec.model.context,
+            uplink=self._outer.uplink,
+            downlink=self._outer.downlink,
+        )
+        state = StateHere(
+            outer=self._outer,
+            history=self._history,
+            disk=holdings.disk,
+            heavy=heavy,
+            first_state=holdings.first_state,
+        )
+        coordinator = CoordinatorCalls(
+            report=self._session.report,
+            list_commits=self._list_commits,
+            bring_back=self._bring_commits,
+            patience=self._asking,
+        )
+        supply = None if self._peer_tokens is None else self._peer_tokens.supply
+        return Exchange(
+            rules,
+            state,
+            transport=self._transport,
+            coordinator=coordinator,
+            give_tokens=supply,
+        )
 
     async def run(self) -> str:
         """Takes part until the run is finished; returns why it ended. Raises AtollError.
@@ -487,9 +485,6 @@ class Daemon:
 
     async def _ask_members(self, credentials: Credentials) -> Sequence[Address]:
         return await self._transport.coordinator_addresses(pin_of(credentials.server_root_pem))
-
-    def _report(self, round: int, report: Report) -> None:
-        self._session.report(round, report)
 
     def _on_attached(self, attachment: Attachment) -> None:
         log.info(

@@ -15,7 +15,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
+import structlog
+
 from protocol.wire.payload import WireCounts
+
+log = structlog.get_logger()
 
 Result = TypeVar("Result")
 
@@ -57,6 +61,12 @@ async def cancelled(tasks: Iterable[asyncio.Future[Any]]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def tell_unsaved(saving: asyncio.Future[None]) -> None:
+    """Tells at once what ends the node later: the next save raises it, or the end of the round in flight."""
+    if not saving.cancelled() and (error := saving.exception()) is not None:
+        log.error("not saved", why=str(error))
 
 
 Clock = Callable[[], float]

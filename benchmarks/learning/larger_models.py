@@ -172,7 +172,7 @@ def run(tried: Try, device: str, threads: int) -> float:
     return train_swarm(setting, spec, corpus, device=device, local=local).loss
 
 
-def tuning(size: str, text: str = "") -> list[Try]:
+def tuning(size: str, text: str) -> list[Try]:
     """Data parallelism with each rate, for a fifth of the steps."""
     steps = max(1, SIZES[size].steps // 5)
     return [
@@ -218,7 +218,7 @@ def preset_for(ceiling: Try, ratio: int) -> Try:
 
 
 def tries_of(
-    size: str, best: dict[str, float], seed: int, ratios: Sequence[int] = (), text: str = ""
+    size: str, best: dict[str, float], seed: int, *, text: str, ratios: Sequence[int] = ()
 ) -> list[Try]:
     """The runs that are compared."""
     found: list[Try] = []
@@ -250,7 +250,7 @@ def tries_of(
 
 
 def best_rates(known: dict[Try, float], size: str, text: str) -> dict[str, float]:
-    """By the tuning runs, of each optimizer."""
+    """By the tuning runs on this text, of each optimizer."""
     found: dict[str, float] = {}
     for optimizer in SIZES[size].rates:
         runs = [t for t in tuning(size, text) if t.optimizer == optimizer and t in known]
@@ -364,8 +364,8 @@ def main() -> None:
                     size,
                     best_rates(known, size, options.text),
                     options.seed,
-                    options.ratios,
-                    options.text,
+                    text=options.text,
+                    ratios=options.ratios,
                 )
             ]
             # Those that say most first: a lent GPU may be gone before the last.

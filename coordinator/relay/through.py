@@ -24,7 +24,7 @@ from protocol.errors import (
     UnavailableError,
 )
 from protocol.terminal.console import printable
-from protocol.trust.handshake import client_context, has_pin
+from protocol.trust.handshake import pinned_connection
 from protocol.wire.channel import RETRY_CAP_SECONDS, retried
 
 SPARES = 4
@@ -231,23 +231,21 @@ class Through:
 
 
 async def _connected(line: RelayLine) -> Connection:
+    another = ProtocolMismatchError(
+        f"what answers at {line.endpoint} is not the relay that the line is of",
+        next_step="copy the line again from relay.line in the relay's folder",
+    )
     try:
-        reader, writer = await asyncio.open_connection(
-            line.host, line.port, ssl=client_context(), limit=CHUNK_BYTES
+        return Connection(
+            *await pinned_connection(
+                line.host, line.port, line.pin, another=another, limit=CHUNK_BYTES
+            )
         )
     except ssl.SSLError as error:
         raise ProtocolMismatchError(
             f"what answers at {line.endpoint} is no relay ({error.reason})",
             next_step="check host and port, and that 'atoll relay start' runs there",
         ) from error
-    connection = Connection(reader, writer)
-    if not has_pin(writer, line.pin):
-        connection.abort()
-        raise ProtocolMismatchError(
-            f"what answers at {line.endpoint} is not the relay that the line is of",
-            next_step="copy the line again from relay.line in the relay's folder",
-        )
-    return connection
 
 
 def _nobody(line: RelayLine, why: str) -> UnavailableError:

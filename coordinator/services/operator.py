@@ -10,12 +10,12 @@ from coordinator.invite_rows import InviteRecord
 from coordinator.services import checks
 from coordinator.services.answering import Gate, for_all, service
 from coordinator.services.ruling import Rulings, changes_from_wire
-from coordinator.swarm.checking import Kind, kind_of
 from coordinator.swarm.events import SamplesSkipped
 from coordinator.swarm.ledger import Places
 from coordinator.swarm.membership import members_by
 from coordinator.swarm.state import KEPT_ROUNDS
 from coordinator.swarm.turn import present_members
+from coordinator.swarm.weighing import Kind, kind_of
 from protocol.errors import BadDataError, NoInputError, UsageError
 from protocol.run.amendments import INNER_RATES
 from protocol.trust.invite import MOST_MEMBERS, SECRET_BYTES, Invite, hash_of_secret, named_members

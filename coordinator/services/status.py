@@ -13,7 +13,6 @@ from coordinator.services import checks
 from coordinator.services.answering import Gate, for_all, service
 from coordinator.services.one_round import closed_round, open_round
 from coordinator.streams import Telemetry
-from coordinator.swarm.checking import unchecked
 from coordinator.swarm.committed import awaits_first_weights, recent_screening
 from coordinator.swarm.conviction import next_round, waiting_in_words
 from coordinator.swarm.explain import (
@@ -30,7 +29,7 @@ from coordinator.swarm.reach import is_symmetric
 from coordinator.swarm.reach_back import rounds_in_reach, spans_in_words
 from coordinator.swarm.state import HeldOut, RoundPhase, SwarmState, Written
 from coordinator.swarm.turn import present_members
-from coordinator.swarm.weighing import common_corpus, say_of, weight_of
+from coordinator.swarm.weighing import common_corpus, say_of, unchecked, weight_of
 from protocol.errors import NoInputError
 from protocol.run.amendments import still_in_force
 from protocol.run.run_spec import RunSpec
@@ -92,7 +91,6 @@ class StatusDesk:
         past: Past | None = None,
         relay: Callable[[], str] = lambda: "",
         add_for_owner: Callable[[pb.RunStatus, float], None] = lambda run, now: None,
-        wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self._driver = driver
         self._telemetry = telemetry
@@ -103,7 +101,6 @@ class StatusDesk:
         self._relay = relay
         self._add_for_owner = add_for_owner
         self._started_at = driver.clock.now()
-        self._wall_clock = wall_clock
 
     def get_status(
         self,
@@ -130,7 +127,7 @@ class StatusDesk:
         if role is Role.VIEWER:
             for node in nodes:
                 node.ClearField("address")
-        unix_seconds = self._wall_clock()
+        unix_seconds = time.time()
         run = self._run_status(state, now, most_losses)
         if role is Role.OPERATOR:
             self._add_for_owner(run, unix_seconds)

@@ -26,7 +26,6 @@ from itertools import accumulate
 
 from blake3 import blake3
 
-from coordinator.swarm.checking import unchecked
 from coordinator.swarm.conviction import (
     MOST_CONTRADICTED,
     contradict,
@@ -38,9 +37,10 @@ from coordinator.swarm.conviction import (
 from coordinator.swarm.events import Tell
 from coordinator.swarm.members import BARRED, MemberState
 from coordinator.swarm.reach_back import latest_in_reach
+from coordinator.swarm.standing import rounds_out
 from coordinator.swarm.state import Audit, Finding, Round, Say, SwarmState, Verdict
 from coordinator.swarm.turn import Turn, is_held_by, is_present, name_of, names_of
-from coordinator.swarm.weighing import is_enough, rounds_out, say_of, weight_of, weights_of
+from coordinator.swarm.weighing import is_enough, say_of, unchecked, weight_of, weights_of
 from protocol.trust.evidence import of_findings, of_nonsense
 from protocol.wire.findings import Audited
 from protocol.wire.messages import AuditAsked

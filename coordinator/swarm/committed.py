@@ -10,13 +10,20 @@ totals have grown.
 from collections.abc import Mapping
 from dataclasses import replace
 
-from coordinator.swarm.checking import unchecked
 from coordinator.swarm.events import HistoryTold, Tell
 from coordinator.swarm.ledger import committed_samples, lease_again, reopen, settle
 from coordinator.swarm.members import PRESENT, Member, MemberState, Screening, Work
 from coordinator.swarm.state import Round, RoundPhase, SwarmState, last_sure_round
 from coordinator.swarm.turn import Turn, holds_undone, present_members, without
-from coordinator.swarm.weighing import credited, earned, heaviest, say_of, taken_back, weight_of
+from coordinator.swarm.weighing import (
+    credited,
+    earned,
+    heaviest,
+    say_of,
+    taken_back,
+    unchecked,
+    weight_of,
+)
 from protocol.wire.messages import CommitsWanted, RefetchAsked
 from protocol.wire.payload import WireTotals, grown
 from protocol.wire.rounds import WHOLE, Commit, Digest, NodeId, training_in

@@ -15,6 +15,7 @@ from coordinator.swarm.evaluation import sound_alarm
 from coordinator.swarm.events import LeftOutProven, QuarantineAsked
 from coordinator.swarm.members import BARRED, PRESENT, Against, Member, Work
 from coordinator.swarm.reach_back import latest_in_reach
+from coordinator.swarm.standing import MOST_ROUNDS_OUT, rounds_out
 from coordinator.swarm.state import (
     Alarm,
     Conviction,
@@ -25,13 +26,7 @@ from coordinator.swarm.state import (
     SwarmState,
 )
 from coordinator.swarm.turn import Turn, is_present, name_of, present_participants
-from coordinator.swarm.weighing import (
-    MOST_ROUNDS_OUT,
-    is_enough,
-    rounds_out,
-    say_in,
-    weight_of,
-)
+from coordinator.swarm.weighing import is_enough, say_in, weight_of
 from protocol.wire.rounds import WHOLE, Commit, NodeId
 
 MOST_CONTRADICTED = 2

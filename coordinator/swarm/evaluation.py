@@ -27,7 +27,6 @@ from statistics import median
 
 from blake3 import blake3
 
-from coordinator.swarm.checking import Kind, kind_of, unchecked
 from coordinator.swarm.events import GoBack, Tell
 from coordinator.swarm.members import Member
 from coordinator.swarm.reach_back import latest_in_reach
@@ -42,7 +41,15 @@ from coordinator.swarm.state import (
     Written,
 )
 from coordinator.swarm.turn import Turn, available_members, is_present, present_members
-from coordinator.swarm.weighing import common_corpus, say_of, weights_of, worth
+from coordinator.swarm.weighing import (
+    Kind,
+    common_corpus,
+    kind_of,
+    say_of,
+    unchecked,
+    weights_of,
+    worth,
+)
 from protocol.trust.rulings import RulingKind
 from protocol.wire.messages import Evaluated, EvaluationAsked, Wrote
 from protocol.wire.rounds import NodeId, book_of_data

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from statistics import fmean, median
 
-from coordinator.swarm.checking import Kind, kind_of
 from coordinator.swarm.deadlines import ROUNDS_NEEDED, budgets_in_words, schedule_in_words
 from coordinator.swarm.evaluation import awaited_writers, may_be_evaluated
 from coordinator.swarm.members import Member, MemberState
@@ -20,6 +19,7 @@ from coordinator.swarm.retraction import (
     waits_for_a_holder,
 )
 from coordinator.swarm.rounds import awaited_appliers, held_in_words, is_undecided
+from coordinator.swarm.standing import returning
 from coordinator.swarm.start import (
     bringing,
     ends_at,
@@ -32,7 +32,7 @@ from coordinator.swarm.start import (
 )
 from coordinator.swarm.state import Awaited, Measured, Round, RoundPhase, SwarmState
 from coordinator.swarm.turn import is_present, name_of, names_of, present_members
-from coordinator.swarm.weighing import returning
+from coordinator.swarm.weighing import Kind, kind_of
 from protocol.trust.rulings import Ruling
 from protocol.wire.messages import Trained
 from protocol.wire.rounds import NodeId, training_in

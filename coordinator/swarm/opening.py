@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from coordinator.swarm.checking import unchecked
 from coordinator.swarm.conviction import may_reduce, sitting_out_in_words
 from coordinator.swarm.deadlines import (
     budgets_in_words,
@@ -21,9 +20,10 @@ from coordinator.swarm.retraction import unfollowed
 from coordinator.swarm.rounds import plan_of
 from coordinator.swarm.slices import reducer_shares, shares_in_words
 from coordinator.swarm.spot_checks import plan_for_checks
+from coordinator.swarm.standing import counted_on
 from coordinator.swarm.state import Round, RoundPhase, Rules, SliceProgress, SwarmState
 from coordinator.swarm.turn import Turn, available_members
-from coordinator.swarm.weighing import counted_on, say_of
+from coordinator.swarm.weighing import say_of, unchecked
 from protocol.wire.messages import RoundOpened
 from protocol.wire.rounds import Assignment, NodeId, Slice, book_of_data, cut_into_slices
 

@@ -18,7 +18,6 @@ going back less, and the run makes none by itself while it is paused.
 from collections.abc import Sequence
 from dataclasses import replace
 
-from coordinator.swarm.checking import unchecked
 from coordinator.swarm.committed import agree_on, book, commits_wanted, judge, unbook
 from coordinator.swarm.evaluation import without_evaluations_since
 from coordinator.swarm.events import Tell, WithdrawalAsked
@@ -34,7 +33,7 @@ from coordinator.swarm.turn import (
     present_members,
     ready_members,
 )
-from coordinator.swarm.weighing import heaviest, is_enough, say_of
+from coordinator.swarm.weighing import heaviest, is_enough, say_of, unchecked
 from protocol.errors import UsageError
 from protocol.trust.rulings import Ruling, undoes
 from protocol.wire.messages import RoundCommitted

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 from coordinator.swarm import spot_checks
 from coordinator.swarm.audit import audits_in_words, draw, draw_what_leads_elsewhere, pending_audits
-from coordinator.swarm.checking import unchecked
 from coordinator.swarm.committed import agree_on, book
 from coordinator.swarm.conviction import (
     contradict,
@@ -21,6 +20,7 @@ from coordinator.swarm.events import Tell
 from coordinator.swarm.members import MemberState
 from coordinator.swarm.retraction import retract_lost
 from coordinator.swarm.slices import bounded, norms_after
+from coordinator.swarm.standing import await_returning, note_appliers, note_parts
 from coordinator.swarm.state import (
     ClosedRound,
     Round,
@@ -44,16 +44,7 @@ from coordinator.swarm.turn import (
     present_participants,
     ready_members,
 )
-from coordinator.swarm.weighing import (
-    await_returning,
-    heaviest,
-    is_enough,
-    note_appliers,
-    note_parts,
-    say_in,
-    say_of,
-    weight_of,
-)
+from coordinator.swarm.weighing import heaviest, is_enough, say_in, say_of, unchecked, weight_of
 from protocol.wire.messages import (
     Held,
     ParticipantsIdle,

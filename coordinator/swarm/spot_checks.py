@@ -23,13 +23,21 @@ from dataclasses import replace
 from blake3 import blake3
 
 from coordinator.swarm.audit import STAGE_ROUNDS
-from coordinator.swarm.checking import Kind, can_check, kind_of, unchecked, unchecked_of
 from coordinator.swarm.conviction import MOST_CONTRADICTED, convict
 from coordinator.swarm.events import Tell
 from coordinator.swarm.members import Member, MemberState, SpotFinding, Work
 from coordinator.swarm.state import Round, Say, SpotCheck, SwarmState
 from coordinator.swarm.turn import Turn, is_present, present_members
-from coordinator.swarm.weighing import is_enough, say_of, weight_of
+from coordinator.swarm.weighing import (
+    Kind,
+    can_check,
+    is_enough,
+    kind_of,
+    say_of,
+    unchecked,
+    unchecked_of,
+    weight_of,
+)
 from protocol.trust.evidence import of_spot_checks
 from protocol.wire.findings import SpotChecked
 from protocol.wire.messages import SpotCheckAsked

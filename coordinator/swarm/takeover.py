@@ -40,6 +40,7 @@ from coordinator.swarm.rounds import (
     offer_to_deceived,
     refusers_of,
 )
+from coordinator.swarm.standing import late_helper
 from coordinator.swarm.state import Refusal, Round, SliceProgress, SwarmState
 from coordinator.swarm.turn import (
     Turn,
@@ -50,7 +51,7 @@ from coordinator.swarm.turn import (
     present_participants,
     remembered,
 )
-from coordinator.swarm.weighing import is_enough, late_helper, say_in
+from coordinator.swarm.weighing import is_enough, say_in
 from protocol.trust.evidence import of_refusals
 from protocol.wire.messages import ResultsSilent, SliceTakenOver
 from protocol.wire.rounds import NodeId

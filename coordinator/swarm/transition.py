@@ -59,6 +59,7 @@ from coordinator.swarm.rounds import (
     training_done,
 )
 from coordinator.swarm.spot_checks import spot_checked
+from coordinator.swarm.standing import excuse, excuses_at, tell_training_ended
 from coordinator.swarm.start import (
     end_run,
     end_waiting,
@@ -81,7 +82,6 @@ from coordinator.swarm.takeover import (
     take_over,
 )
 from coordinator.swarm.turn import Turn, members_of
-from coordinator.swarm.weighing import excuse, excuses_at, tell_training_ended
 from protocol.wire.findings import Audited, SpotChecked
 from protocol.wire.messages import (
     Applied,

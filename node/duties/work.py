@@ -17,7 +17,7 @@ from node.disk.history import KeptRulings
 from node.duties.lasting_island import LastingIsland
 from node.exchange.auditing import SpotCheckReady
 from node.exchange.exchange import Exchange
-from node.exchange.state.on_disk import tell_unsaved
+from node.heavy import tell_unsaved
 from node.island.island import InnerReport, InnerWork, Progress
 from protocol.errors import IncompleteError
 from protocol.run.run_spec import RunSpec

@@ -40,7 +40,7 @@ from protocol.errors import (
     UnavailableError,
 )
 from protocol.files.durable import refusing, write_atomically
-from protocol.trust.handshake import PinnedKey, client_context, has_pin
+from protocol.trust.handshake import PinnedKey, pinned_connection
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -203,21 +203,18 @@ async def connect(token: HostToken) -> Wire:
 
     Raises UnavailableError, and ProtocolMismatchError when somebody else answers.
     """
+    another = ProtocolMismatchError(
+        f"what answers at {token.host}:{token.port} is not the token's leader",
+        next_step="copy island.token from the leader's folder again",
+    )
     try:
-        reader, writer = await asyncio.open_connection(token.host, token.port, ssl=client_context())
+        wire = Wire(*await pinned_connection(token.host, token.port, token.pin, another=another))
+        await wire.send({"secret": token.secret})
     except OSError as error:
         raise UnavailableError(
             f"no leader answers at {token.host}:{token.port}: {error.strerror or error}",
             next_step="start it there with --hosts and --island-listen",
         ) from error
-    wire = Wire(reader, writer)
-    if not has_pin(writer, token.pin):
-        wire.close()
-        raise ProtocolMismatchError(
-            f"who answers at {token.host}:{token.port} is not the token's leader",
-            next_step="copy island.token from the leader's folder again",
-        )
-    await wire.send({"secret": token.secret})
     return wire
 
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from node.outer_state import Vector
-from protocol.run.run_spec import ExchangeSection
+from protocol.run.run_spec import ExchangeSection, RunSpec
+from protocol.run.schedule import Position, Schedule, Span
 from protocol.wire.rounds import CorpusSummary, Digest
 
 
@@ -35,6 +36,23 @@ class InnerWork:
     muon_rate_factor: float = 1.0
     final_fraction: float | None = None  # of the peak, at the end; None: the run file's
     num_rounds: int | None = None  # of the run, as amended; None: the run file's
+
+    def position(self, spec: RunSpec, step: float) -> Position:
+        """Where the run's schedule is in the middle of the inner step `step`, counted from 0.
+
+        There, neither the first inner step nor the last has the rate of a schedule's end, which may be 0.
+        """
+        part = (self.steps_before + step + 0.5) / (self.steps_before + self.inner_steps)
+        span = Schedule.of(spec).span_of(self.round)
+        if self.progress_begin is not None:  # amendments have changed the number of rounds
+            span = Span(begin=self.progress_begin, end=self.progress_end)
+        return Position.at(
+            spec.inner,
+            part,
+            span=span,
+            token_clock=self.token_clock,
+            round_tokens=self.round_tokens,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

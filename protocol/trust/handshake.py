@@ -353,16 +353,20 @@ class PinnedKey:
         return context
 
 
-def client_context() -> ssl.SSLContext:
-    """The other side, which lets anybody answer: then ask `has_pin`, before a word is said."""
+async def pinned_connection(
+    host: str, port: int, pin: bytes, *, another: ProtocolMismatchError, limit: int = 1 << 16
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A connection by TLS 1.3 to the server of this pin, on which nothing has been said yet.
+
+    Raises OSError where nobody answers, and `another` where another server does.
+    """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE
-    return context
-
-
-def has_pin(writer: asyncio.StreamWriter, pin: bytes) -> bool:
-    """Whether the server of a connection has the certificate of this pin."""
+    context.verify_mode = ssl.CERT_NONE  # anybody may answer, and is asked for the pin then
+    reader, writer = await asyncio.open_connection(host, port, ssl=context, limit=limit)
     certificate = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
-    return hmac.compare_digest(hashlib.sha256(certificate).digest(), pin)
+    if not hmac.compare_digest(hashlib.sha256(certificate).digest(), pin):
+        writer.transport.abort()
+        raise another
+    return reader, writer

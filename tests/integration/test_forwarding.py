@@ -12,7 +12,7 @@ from coordinator.config import CoordinatorConfig, Home
 from coordinator.relay.doors import Limits
 from coordinator.relay.forwarding import Forwarding, is_here, moved, ways
 from coordinator.store import Store
-from node.link.calls import RenewingCalls
+from node.link.renewing import RenewingCalls
 from protocol.errors import (
     AtollError,
     NoInputError,

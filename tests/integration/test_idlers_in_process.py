@@ -8,22 +8,18 @@ import pytest
 from google.protobuf.message import Message
 from structlog.testing import capture_logs
 
+from coordinator.swarm.standing import BRIEF_TRIAL_SECONDS, LEAST_TRIAL_SECONDS, TRIAL_MARGIN
 from coordinator.swarm.takeover import (
     SILENT_LEAST_SECONDS,
     UNMADE_AGAIN_LEAST_SECONDS,
     UNMADE_LEAST_SECONDS,
 )
-from coordinator.swarm.weighing import BRIEF_TRIAL_SECONDS, LEAST_TRIAL_SECONDS, TRIAL_MARGIN
 from lab.simulation.swarm import Life, SimulatedRun, identity_of
 from node.exchange.codecs.codec import CodecError
 from node.exchange.giving import Push, Pushes
 from node.exchange.outer import Outer
 from node.exchange.reduction import Reduction, SliceResult
-from node.exchange.round.state import (
-    TIMES_OTHERS,
-    TRAINED_LEAST_SECONDS,
-    TRAINED_TIMES_OTHERS,
-)
+from node.exchange.round.state import TIMES_OTHERS, TRAINED_LEAST_SECONDS, TRAINED_TIMES_OTHERS
 from node.island.data.dataset import Corpus
 from protocol.trust.evidence import proven_by
 from protocol.trust.rulings import RulingKind

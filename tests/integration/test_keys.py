@@ -20,7 +20,7 @@ from coordinator.backup import back_up
 from coordinator.config import Home
 from coordinator.rotation import Rotation, protect
 from node.disk.history import KeptRulings
-from node.link.calls import RenewingCalls
+from node.link.renewing import RenewingCalls
 from protocol.errors import (
     BadDataError,
     CertificateRefusedError,

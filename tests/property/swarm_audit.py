@@ -6,12 +6,11 @@ from dataclasses import replace
 from fractions import Fraction
 from itertools import combinations
 
-from coordinator.swarm.checking import unchecked
 from coordinator.swarm.conviction import MOST_CONTRADICTED
 from coordinator.swarm.ledger import Places, free_again
 from coordinator.swarm.members import PRESENT, Member, MemberState
 from coordinator.swarm.state import RoundPhase, SwarmState
-from coordinator.swarm.weighing import say_of
+from coordinator.swarm.weighing import say_of, unchecked
 from protocol.wire.messages import SliceTakenOver
 from protocol.wire.rounds import Assignment, Commit, Digest, NodeId, Plan
 from tests.property.swarm_books import LAYOUT, Books, is_void, places_of, tokens_of

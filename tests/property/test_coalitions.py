@@ -7,17 +7,17 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from coordinator.swarm.checking import unchecked, unchecked_of
 from coordinator.swarm.members import Member, MemberState, Work
+from coordinator.swarm.standing import LEAST_TRIAL_SECONDS, TRIAL_MARGIN
 from coordinator.swarm.transition import initial_state
 from coordinator.swarm.weighing import (
-    LEAST_TRIAL_SECONDS,
-    TRIAL_MARGIN,
     cap_of,
     earned,
     heaviest,
     is_enough,
     say_of,
+    unchecked,
+    unchecked_of,
     weight_of,
     worth,
 )

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from node.duties.work import work_ahead_of, work_of
 from node.island.island import InnerWork
-from node.island.training.schedule import position_of
 from protocol.run.models import DecoderModel
 from protocol.run.run_spec import InnerSection, RunSection, RunSpec
 from protocol.wire.messages import RoundOpened
@@ -41,7 +40,7 @@ def run_of(scene: Scene, *, has_total: bool, full_round: int) -> RunSpec:
 
 def positions(spec: RunSpec, work: InnerWork, num_steps: int | None = None) -> list[float]:
     steps = work.inner_steps if num_steps is None else num_steps
-    return [position_of(spec, work, step).progress for step in range(steps)]
+    return [work.position(spec, step).progress for step in range(steps)]
 
 
 def go(scene: Scene, taken: set[str], seconds: dict[str, float], stay: set[str]) -> Plan:
@@ -119,7 +118,7 @@ def test_progress_never_goes_back_and_ends_with_the_run(
         step = 1 / last.inner_steps / ROUNDS
         assert abs(seen[str(last.node_id)][-1] - (1 - step / 2)) < 1e-12
         after = work_of(replace(plan, round=ROUNDS), last)
-        assert position_of(spec, after, last.inner_steps - 0.5).progress == 1.0
+        assert after.position(spec, last.inner_steps - 0.5).progress == 1.0
 
 
 @examples(100)

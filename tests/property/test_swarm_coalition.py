@@ -16,11 +16,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from coordinator.swarm.checking import LEAST_INVITES, unchecked
 from coordinator.swarm.events import Detached, Event, RefusalSeen, Reported, Ruled, Ticked
 from coordinator.swarm.members import PRESENT
 from coordinator.swarm.state import RoundPhase
-from coordinator.swarm.weighing import say_of, weight_of
+from coordinator.swarm.weighing import LEAST_INVITES, say_of, unchecked, weight_of
 from protocol.trust.rulings import RulingKind
 from protocol.wire.findings import ResultRefused
 from protocol.wire.messages import Held, Reduced, Trained

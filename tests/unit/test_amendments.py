@@ -13,7 +13,6 @@ from coordinator import steering
 from coordinator.config import rules_of
 from node.exchange.outer_optimizer import outer_rules_of
 from node.island.parallel.auto_mesh import node_bytes
-from node.island.training.schedule import position_of
 from protocol.errors import AtollError, ConfigError, UsageError
 from protocol.run.amendments import (
     AMENDABLE,
@@ -260,6 +259,6 @@ def test_learning_rates_of_an_extended_run_follow_the_span_of_their_round() -> N
     span = span_of(SPEC, rulings, 6)
     assert (span.begin, span.end) == (0.5, pytest.approx(0.5 + 0.5 / 15))
     work = inner_work(2, round=6, num_samples=16, progress_begin=span.begin, progress_end=span.end)
-    middle = position_of(SPEC, work, 0).progress
+    middle = work.position(SPEC, 0).progress
     assert span.begin < middle < span.end
     assert middle == pytest.approx(span.begin + (span.end - span.begin) / 4)

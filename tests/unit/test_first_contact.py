@@ -12,7 +12,8 @@ import structlog
 from node.config import HISTORY_FILE, SNAPSHOTS_FOLDER
 from node.disk.history import History
 from node.kept import refuse_what_nobody_gives
-from node.link.calls import CoordinatorLink, RunOver, kept_members, run_of_coordinator
+from node.link.calls import CoordinatorLink, RunOver, run_of_coordinator
+from node.link.renewing import kept_members
 from protocol.errors import (
     AtollError,
     IncompleteError,

@@ -11,12 +11,12 @@ from torch.distributed.checkpoint import filesystem, state_dict_saver
 
 from node.island.checkpoints.folder import CheckpointFolder
 from node.island.checkpoints.inner_state import Named, Staging
+from node.island.checkpoints.resuming import rewarming_steps
 from node.island.checkpoints.writer import CheckpointWriter
 from node.island.data.dataset import Corpus, read_corpus
 from node.island.models.first_weights import initial_parameters
 from node.island.parallel.mesh import Mesh
 from node.island.parallel.mesh_shape import PLAIN, LocalTraining
-from node.island.training.schedule import rewarming_steps
 from node.island.training.trainer import Trainer
 from node.outer_state import Vector
 from protocol.run.models import DecoderModel, layout_of

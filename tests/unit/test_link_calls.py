@@ -11,8 +11,9 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from structlog.testing import capture_logs
 
 from coordinator.services.session import SentMessages
-from node.link import calls
-from node.link.calls import Attachment, CoordinatorLink, RenewingCalls, RunOver
+from node.link import renewing
+from node.link.calls import Attachment, CoordinatorLink, RunOver
+from node.link.renewing import RenewingCalls
 from protocol.errors import ConfigError, ProtocolMismatchError, UnavailableError
 from protocol.run.amendments import amended
 from protocol.run.run_spec import RunSpec
@@ -437,10 +438,12 @@ async def test_where_a_name_led_is_tried_in_turns_with_the_name_when_that_leads_
             return pb.HeartbeatResponse()
 
     monkeypatch.setattr(
-        calls, "open_channel", lambda ours, _counts, *, address=None: Channel(address or ours.host)
+        renewing,
+        "open_channel",
+        lambda ours, _counts, *, address=None: Channel(address or ours.host),
     )
-    monkeypatch.setattr(calls, "SessionServiceStub", Reached)
-    monkeypatch.setattr(calls, "addresses_of", lambda host: ("2001:db8::1", "192.0.2.1"))
+    monkeypatch.setattr(renewing, "SessionServiceStub", Reached)
+    monkeypatch.setattr(renewing, "addresses_of", lambda host: ("2001:db8::1", "192.0.2.1"))
     ours = Credentials(
         swarm_id="s",
         run_name="r",

@@ -22,7 +22,6 @@ from node.island.data.places import DataPlaces
 from node.island.island import Ability
 from node.island.models.decoder_modules import Decoder
 from node.island.ranks.faults import LoopGoneError, TrainingDivergedError
-from node.island.training.schedule import position_of
 from protocol.run.run_spec import DataSection
 from protocol.run.schedule import share_of_peak
 from tests.islands.rank_scene import small_spec
@@ -429,7 +428,7 @@ async def test_a_loop_reads_the_run_s_rates_and_is_told_once_of_an_amendment(
         rates = [
             inner.learning_rate
             * order.rate_factor
-            * share_of_peak(inner, position_of(spec, order, step))
+            * share_of_peak(inner, order.position(spec, step))
             for order in orders
             for step in range(order.inner_steps)
         ]

@@ -22,7 +22,6 @@ from transformers import (
 import atoll
 from atoll.trainer import share_of, shifts_labels, targets_of
 from node.island.ranks.faults import LoopGoneError
-from node.island.training.schedule import position_of
 from protocol.run.schedule import share_of_peak
 from tests.unit.loop_scene import CONTEXT, Scene, ends, scene, work
 
@@ -108,7 +107,7 @@ async def test_it_takes_the_run_s_rate_and_tells_losses_between_its_own_evaluati
         (state,) = one.ended
         rates = [
             0.5 * one.spec.inner.learning_rate * share_of_peak(one.spec.inner, at)
-            for at in (position_of(one.spec, order, step) for step in range(4))
+            for at in (order.position(one.spec, step) for step in range(4))
         ]
         logged = [told["learning_rate"] for told in state.log_history if "learning_rate" in told]
         assert logged == pytest.approx(rates, rel=1e-6)

@@ -4,8 +4,8 @@ from typing import Literal
 
 import pytest
 
+from node.island.checkpoints.resuming import Rewarming, rewarming_steps
 from node.island.island import InnerWork
-from node.island.training.schedule import Rewarming, position_of, rewarming_steps
 from protocol.errors import ConfigError
 from protocol.run.models import DecoderModel
 from protocol.run.run_files import validated
@@ -115,7 +115,7 @@ TEN_ROUNDS = RunSpec(
 def rates_of_a_run(spec: RunSpec, steps_of_rounds: list[int]) -> list[float]:
     """Of a node that takes so many inner steps in each round."""
     return [
-        share_of_peak(spec.inner, position_of(spec, work_of(number, steps), step))
+        share_of_peak(spec.inner, work_of(number, steps).position(spec, step))
         for number, steps in enumerate(steps_of_rounds, start=1)
         for step in range(steps)
     ]
@@ -130,7 +130,7 @@ def test_without_total_tokens_a_schedule_goes_by_closed_rounds_whatever_tokens_t
         work = work_of(
             5, 4, token_clock=10**12, round_tokens=10**9, num_participants=num_participants
         )
-        assert position_of(TEN_ROUNDS, work, 2).progress == pytest.approx((4 + 2.5 / 4) / 10)
+        assert work.position(TEN_ROUNDS, 2).progress == pytest.approx((4 + 2.5 / 4) / 10)
 
 
 def test_nodes_of_all_speeds_have_the_same_rate_at_the_same_part_of_a_round() -> None:
@@ -141,8 +141,8 @@ def test_nodes_of_all_speeds_have_the_same_rate_at_the_same_part_of_a_round() ->
 
 def test_what_is_left_of_a_round_goes_on_where_it_was() -> None:
     rest = work_of(3, 3, steps_before=5)
-    assert [position_of(TEN_ROUNDS, rest, step) for step in range(3)] == [
-        position_of(TEN_ROUNDS, work_of(3, 8), 5 + step) for step in range(3)
+    assert [rest.position(TEN_ROUNDS, step) for step in range(3)] == [
+        work_of(3, 8).position(TEN_ROUNDS, 5 + step) for step in range(3)
     ]
 
 
@@ -150,10 +150,10 @@ def test_with_total_tokens_a_schedule_goes_by_the_token_clock() -> None:
     inner = TEN_ROUNDS.inner.model_copy(update={"total_tokens": 1000})
     spec = TEN_ROUNDS.model_copy(update={"inner": inner})
     late = work_of(9, 4, token_clock=100, round_tokens=200)
-    positions = [position_of(spec, late, step) for step in range(4)]
+    positions = [late.position(spec, step) for step in range(4)]
     assert [at.tokens for at in positions] == [125, 175, 225, 275]
     assert [at.progress for at in positions] == pytest.approx([0.125, 0.175, 0.225, 0.275])
-    beyond = position_of(spec, work_of(2, 4, token_clock=5000, round_tokens=200), 0)
+    beyond = work_of(2, 4, token_clock=5000, round_tokens=200).position(spec, 0)
     assert (beyond.progress, share_of_peak(inner, beyond)) == (1.0, 0.0)
 
 
@@ -163,7 +163,7 @@ def test_neither_the_first_inner_step_of_a_run_nor_the_last_has_a_rate_of_zero()
     assert rates[0] == pytest.approx(0.5 / 4)  # a tenth of the run is its four first steps
     assert min(rates) > 0.0
     counted = warmed.model_copy(update={"warmup_tokens": 400})
-    first = position_of(TEN_ROUNDS, work_of(1, 4, round_tokens=80), 0)
+    first = work_of(1, 4, round_tokens=80).position(TEN_ROUNDS, 0)
     assert share_of_peak(counted, first) == pytest.approx(10 / 400)
 
 

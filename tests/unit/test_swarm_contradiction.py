@@ -18,8 +18,8 @@ from coordinator.swarm.conviction import (
 )
 from coordinator.swarm.members import PRESENT, Against, Member, MemberState
 from coordinator.swarm.rounds import plan_of
+from coordinator.swarm.standing import MOST_ROUNDS_OUT
 from coordinator.swarm.transition import Transition
-from coordinator.swarm.weighing import MOST_ROUNDS_OUT
 from protocol.run.run_spec import RunSpec
 from protocol.v1 import status_pb2
 from protocol.wire.rounds import WHOLE, NodeId

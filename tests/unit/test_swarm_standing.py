@@ -7,14 +7,14 @@ import pytest
 from coordinator.swarm.conviction import waiting_in_words
 from coordinator.swarm.explain import explain
 from coordinator.swarm.members import Standing, Work
-from coordinator.swarm.state import RoundPhase
-from coordinator.swarm.weighing import (
+from coordinator.swarm.standing import (
     BRIEF_TRIAL_SECONDS,
     FORGOTTEN_AFTER,
     HURRY_MARGIN,
     PATIENT_TRIALS,
     TRIAL_MARGIN,
 )
+from coordinator.swarm.state import RoundPhase
 from protocol.wire.messages import ParticipantsIdle, RoundCommitted
 from protocol.wire.rounds import NodeId
 from tests.unit.swarm_scene import Scene, asked_of, digest_of, of_kind

@@ -8,8 +8,8 @@ import pytest
 
 from coordinator.swarm.events import QuarantineAsked, RefusalSeen, Reported, Ruled
 from coordinator.swarm.members import AuditRecord, MemberState
+from coordinator.swarm.standing import MOST_ROUNDS_OUT
 from coordinator.swarm.takeover import UNMADE_ROUNDS
-from coordinator.swarm.weighing import MOST_ROUNDS_OUT
 from protocol.trust.evidence import proven_by
 from protocol.trust.identity import Identity
 from protocol.trust.rulings import RulingKind

@@ -12,6 +12,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from node.island import measuring as measured_peak
+from node.island.checkpoints.resuming import rewarming_steps
 from node.island.data.dataset import Corpus, SampleOrder, read_corpus
 from node.island.island import InnerReport, InnerWork, Progress
 from node.island.measuring import flops_per_token
@@ -23,7 +24,6 @@ from node.island.parallel.modules import compile_layers, recompute_layers
 from node.island.ranks.faults import TrainingDivergedError
 from node.island.training import engine
 from node.island.training.engine import Engine
-from node.island.training.schedule import rewarming_steps
 from node.island.training.trainer import Trainer
 from node.outer_state import Vector
 from protocol.run.models import DecoderModel, layout_of

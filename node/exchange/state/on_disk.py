@@ -27,7 +27,7 @@ from node.exchange.codecs.registry import codec_named
 from node.exchange.giving import HeldResults
 from node.exchange.outer import NotApplicableError, Outer, Position
 from node.exchange.screening import COUNTED_ROUNDS
-from node.heavy import Heavy, in_place
+from node.heavy import Heavy, in_place, tell_unsaved
 from protocol.errors import AtollError
 from protocol.run.models import Layout
 from protocol.run.run_spec import RunSpec
@@ -419,9 +419,3 @@ class StateOnDisk:
         if outer.round // every > self._snapshot_round // every:
             return True
         return self._retention.is_kept(outer.round) and seconds >= apart_seconds
-
-
-def tell_unsaved(saving: asyncio.Future[None]) -> None:
-    """Tells at once what ends the node later: the next save raises it, or the end of the round in flight."""
-    if not saving.cancelled() and (error := saving.exception()) is not None:
-        log.error("not saved", why=str(error))

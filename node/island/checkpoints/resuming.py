@@ -1,4 +1,4 @@
-"""How ranks that were just started come to their inner optimizer's state, and what the log says of it.
+"""How ranks that were just started come to their inner optimizer's state, and learn carefully without it.
 
 Reading and cutting it is node.island.checkpoints.writer's, in the ranks.
 """
@@ -12,7 +12,6 @@ import structlog
 
 from node.island.checkpoints.folder import About, Checkpoint, CheckpointFolder, Kept, Loaded
 from node.island.ranks.faults import RankDiedError
-from node.island.training.schedule import rewarming_steps
 from protocol.run.run_spec import RunSpec
 
 log = structlog.get_logger()
@@ -105,3 +104,41 @@ class Resuming:
             log.warning("checkpoint not written", why=kept.failure)
         if kept.is_busy:
             log.warning("no checkpoint: the one before is still being written", round=round)
+
+
+def rewarming_steps(spec: RunSpec) -> int:
+    """Inner steps over which learning rates rise when moments begin at zero in the midst of a run.
+
+    2 / (1 - beta2), the rule of Ma and Yarats, 2021, "On the adequacy of untuned warmup for adaptive
+    optimization", section 5: so long the second moment is a mean of too few gradients, and steps are
+    too large. A round's steps at most: a restart should not cost more than one.
+    """
+    return min(spec.node_steps, round(2 / (1 - spec.inner.beta2)))
+
+
+class Rewarming:
+    """The rise of learning rates after a start with zero moments, unless the run itself begins."""
+
+    def __init__(self, num_steps: int) -> None:
+        self._num_steps = num_steps
+        self._is_decided = False
+        self.steps_left = 0
+
+    def begin(self, token_clock: int) -> None:
+        """Before inner steps of a round. Where the clock is at 0 the run's own warm-up is what there is."""
+        if not self._is_decided and token_clock > 0:
+            self.steps_left = self._num_steps
+        self._is_decided = True
+
+    def go_on(self, steps_left: int) -> None:
+        """The moments are not zero: only what an earlier rise had left is to be done."""
+        self.steps_left = min(steps_left, self._num_steps)
+        self._is_decided = True
+
+    def share(self) -> float:
+        """What the learning rates of the next inner step are multiplied by."""
+        return (self._num_steps - self.steps_left + 1) / (self._num_steps + 1)
+
+    def stepped(self) -> None:
+        """An inner step was taken."""
+        self.steps_left = max(0, self.steps_left - 1)

@@ -125,9 +125,10 @@ def prepare(
     from node.island.data.preparing import Wanted
     from node.island.data.preparing import prepare as prepare_tokens
 
-    if end_of_document is not None and tokenizer is None:
-        raise UsageError(
-            f"--end-of-document {end_of_document} belongs to a tokenizer, and none is named",
+    if tokenizer is None:
+        _refuse(
+            {"--end-of-document": end_of_document},
+            because="belongs to a tokenizer, and none is named",
             next_step="add --tokenizer FILE, or leave it out: a zero byte ends documents of bytes",
         )
     share, held_out_inputs = _share_or_files(held_out)
@@ -138,12 +139,11 @@ def prepare(
     if tokens:
         from node.island.data.foreign import Adopted, adopt
 
-        for option, given in ((f"--pack {pack}", pack), (f"--repeat {' '.join(repeat)}", repeat)):
-            if given:
-                raise UsageError(
-                    f"{option} arranges documents anew, and tokens of other software are read as they are",
-                    next_step="leave it out, or prepare the text itself",
-                )
+        _refuse(
+            {"--pack": pack, "--repeat": " ".join(repeat) or None},
+            because="arranges documents anew, and tokens of other software are read as they are",
+            next_step="leave it out, or prepare the text itself",
+        )
         adopted = Adopted(
             files=tokens,
             out=out,
@@ -159,12 +159,11 @@ def prepare(
         progress.end()
         _tell(out, manifest)
         return
-    for option, value in (("--vocab-size", vocab_size), ("--token-bytes", token_bytes)):
-        if value is not None:
-            raise UsageError(
-                f"{option} {value} belongs to files of tokens, and the input is text",
-                next_step="leave it out",
-            )
+    _refuse(
+        {"--vocab-size": vocab_size, "--token-bytes": token_bytes},
+        because="belongs to files of tokens, and the input is text",
+        next_step="leave it out",
+    )
     with _kept_when_interrupted(progress):
         made = prepare_tokens(
             Wanted(
@@ -188,6 +187,13 @@ def prepare(
     if made.in_several.num_conversations:
         _tell_several(made.in_several)
     _tell(out, made.manifest, num_empty=made.num_empty, num_cut=made.num_cut)
+
+
+def _refuse(given: dict[str, str | int | None], *, because: str, next_step: str) -> None:
+    """Raises UsageError for an option that was given, and has no effect here."""
+    for option, value in given.items():
+        if value is not None:
+            raise UsageError(f"{option} {value} {because}", next_step=next_step)
 
 
 def _repetition(text: str) -> tuple[str, float]:

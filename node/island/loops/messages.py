@@ -28,7 +28,6 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from node.island.data.dataset import Batch, Indices
 from node.island.island import InnerWork
-from node.island.training.schedule import position_of
 from protocol.run.models import Layout, Section
 from protocol.run.run_spec import RunSpec
 from protocol.run.schedule import Schedule, share_of_peak
@@ -181,7 +180,7 @@ def train(spec: RunSpec, work: InnerWork) -> dict[str, Any]:
     `rules` are those in force in the round. `rate_shares` are what the run makes of its learning rates, at
     inner steps that lie evenly between the first and the last.
     """
-    first, last = (position_of(spec, work, step).progress for step in (0, work.inner_steps - 1))
+    first, last = (work.position(spec, step).progress for step in (0, work.inner_steps - 1))
     scale = Schedule.of(spec).scale_of(work.num_participants)
     points = min(work.inner_steps, MOST_RATES)
     places = (point * (work.inner_steps - 1) / max(1, points - 1) for point in range(points))
@@ -195,7 +194,7 @@ def train(spec: RunSpec, work: InnerWork) -> dict[str, Any]:
         "rate_shares": [
             scale
             * share_of_peak(
-                spec.inner, position_of(spec, work, place), final_fraction=work.final_fraction
+                spec.inner, work.position(spec, place), final_fraction=work.final_fraction
             )
             for place in places
         ],

@@ -458,7 +458,7 @@ def may_be_traced(shape: MeshShape, local: LocalTraining) -> bool:
 
     Native code was seen to end ranks, once in a thousand trainings, where steps were traced, cut
     tensors' layers recomputed, and collectives gloo's. What brings it about is not known, so there
-    nothing is traced, and the share is not known (`benchmarks/island/native_crashes.py` counts).
+    nothing is traced, and the share is not known.
     """
     return shape.tensor == 1 or local.activation_checkpointing != "full"
 

@@ -8,7 +8,7 @@ LLM training", Liu et al., 2025, section 2.3, gathers all of a matrix on all ran
 iterate).
 
 Each group carries the `peak_rate` that the schedule scales. What lives elsewhere: the schedule
-(node.island.training.schedule), clipping and the step itself (node.island.training.trainer).
+(protocol.run.schedule), clipping and the step itself (node.island.training.trainer).
 """
 
 import inspect
@@ -26,9 +26,10 @@ from node.island.models.architecture import Roles, roles_of
 from node.island.parallel.mesh import dealt, extent_of, local_of
 from protocol.run.run_spec import InnerSection
 
+_ADAM_EPSILON = 1e-8
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _ITERATIONS = 5
-_EPSILON = 1e-7
+_EPSILON = 1e-7  # of a norm that may be 0
 _MOST_ELEMENTS_AT_ONCE = 1 << 22  # small matrices are iterated together, large ones alone
 
 Corners = list[int]
@@ -173,7 +174,7 @@ def _adamw(parameters: list[nn.Parameter], roles: Roles, inner: InnerSection) ->
         [group | {"peak_rate": inner.learning_rate} for group in groups if group["params"]],
         lr=inner.learning_rate,
         betas=(inner.beta1, inner.beta2),
-        eps=1e-8,
+        eps=_ADAM_EPSILON,
         fused=True,
     )
 
@@ -193,9 +194,8 @@ class RowwiseAdamW(_Uncompiled):
         *,
         lr: float,
         betas: tuple[float, float],
-        eps: float = 1e-8,
     ) -> None:
-        super().__init__(tables, {"lr": lr, "betas": betas, "eps": eps})
+        super().__init__(tables, {"lr": lr, "betas": betas, "eps": _ADAM_EPSILON})
 
     @classmethod
     def of_run(cls, tables: list[nn.Parameter], inner: InnerSection) -> "RowwiseAdamW":

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map
 
 from node.island.checkpoints.folder import About
 from node.island.checkpoints.inner_state import Blank, Named, Staging, Tensors, is_stepped, named_by
+from node.island.checkpoints.resuming import Rewarming, rewarming_steps
 from node.island.data.dataset import Batch, Dataset, Indices, SampleOrder, held_out_choice
 from node.island.data.functions import draw_from, drawing, seed_of
 from node.island.data.manifest import Split
@@ -58,7 +59,6 @@ from node.island.ranks.accelerator import (
 from node.island.ranks.faults import TrainingDivergedError
 from node.island.training.engine import Engine
 from node.island.training.optimizers import Muon
-from node.island.training.schedule import Rewarming, position_of, rewarming_steps
 from node.outer_state import Vector
 from protocol.run.amendments import LOWER_RATES
 from protocol.run.models import layout_of
@@ -294,7 +294,7 @@ class Trainer:
         warm_at = started  # libraries wake up and layers compile in the first step
         look_at = 1  # inner steps after which the ranks agree next on whether to go on
         for step in range(max_steps):
-            self._set_learning_rates(work, position_of(self._spec, work, step), scale)
+            self._set_learning_rates(work, work.position(self._spec, step), scale)
             with self._communication.traced() if step == to_trace else contextlib.nullcontext():
                 tally.add(*self._inner_step(work.first_sample + step * batch))
             self._rewarming.stepped()
