@@ -46,32 +46,35 @@ from lab.processes.family import nothing_left
 
 RESULTS = Path("docs/results/together.jsonl")
 
-SHARES = {2: (0.75, 0.5, 0.35), 4: (0.5, 0.35, 0.25), 8: (0.35, 0.25, 0.17)}
+PLAIN_MEAN = (1.0, 0.0)
+
+SHARES = {2: (0.75, 0.5, 0.35), 4: (0.5, 0.35, 0.25), 8: (0.35, 0.25, 0.17, 0.12)}
 """By the number of nodes: parts of the time, tried until one ends higher than a node alone."""
 
 
-def first_try(*, ratio: int, nodes: int, times: int, optimizer: str, contender: str) -> Try:
-    """With the middle rate, in the longest part of the time."""
-    return Try(
-        ratio=ratio,
-        num_nodes=nodes,
-        contender=contender,
-        optimizer=optimizer,
-        rate=RATES[optimizer][0],
-        outer=outer_by_presets(replace(RACES[ratio], num_nodes=nodes), optimizer, times=times)
-        if contender == ATOLL
-        else (1.0, 0.0),
-        share=SHARES[nodes][0] if nodes > 1 else 1.0,
-        times=times,
-    )
+def first_try(alone: Try, contender: str, num_nodes: int) -> Try:
+    """In the longest part of the time; Atoll with the outer step that presets choose."""
+    outer = alone.outer
+    if contender == ATOLL:
+        race = replace(RACES[alone.ratio], num_nodes=num_nodes)
+        outer = outer_by_presets(race, alone.optimizer, times=alone.times)
+    share = SHARES[num_nodes][0]
+    return replace(alone, contender=contender, num_nodes=num_nodes, outer=outer, share=share)
 
 
 def at_its_best_rate(first: Try, losses_of: Losing) -> Try:
-    """The middle rate, or a lower one while that is better."""
+    """Its own rate, or a lower or higher one while that is better."""
     best = first
-    while (lower := best_among([best, slower(best)], losses_of)) != best:
-        best = lower
+    for further in (slower, faster):
+        while (other := best_among([best, further(best)], losses_of)) != best:
+            best = other
     return best
+
+
+def faster(tried: Try) -> Try:
+    """At the next of RATES, or twice the highest."""
+    above = [rate for rate in RATES[tried.optimizer] if rate > tried.rate]
+    return replace(tried, rate=min(above) if above else tried.rate * 2)
 
 
 def compete(alone: Try, nodes: Sequence[int], seeds: Sequence[int], losses_of: Losing) -> None:
@@ -81,14 +84,9 @@ def compete(alone: Try, nodes: Sequence[int], seeds: Sequence[int], losses_of: L
     for contender in (ATOLL, CEILING):
         rate = 0.0
         for number in nodes:
-            first = first_try(
-                ratio=alone.ratio,
-                nodes=number,
-                times=alone.times,
-                optimizer=alone.optimizer,
-                contender=contender,
-            )
-            rate = rate or at_its_best_rate(first, losses_of).rate
+            first = first_try(alone, contender, number)
+            if not rate:
+                rate = at_its_best_rate(first, losses_of).rate
             for share in SHARES[number]:
                 tries = [replace(first, rate=rate, seed=seed, share=share) for seed in seeds]
                 are_higher = all(map(operator.gt, losses_of(tries), goals))
@@ -168,12 +166,14 @@ def main() -> None:
         with ProcessPoolExecutor(options.processes, spawn, initializer=prepare_process) as pool:
             run_one = partial(run_among, race=race, base=TINY if options.quick else TRAINED)
             losses_of = racing(pool, known, Rows(options.results), run_one)
-            alone = first_try(
+            alone = Try(
                 ratio=options.ratio,
-                nodes=1,
-                times=options.times,
-                optimizer=options.optimizer,
+                num_nodes=1,
                 contender=CEILING,
+                optimizer=options.optimizer,
+                rate=RATES[options.optimizer][0],
+                outer=PLAIN_MEAN,
+                times=options.times,
             )
             compete(alone, options.nodes, options.seeds, losses_of)
     print("\n\n".join(report(known)))

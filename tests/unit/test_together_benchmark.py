@@ -1,0 +1,71 @@
+"""How much sooner several nodes reach the loss of one alone: told right of runs whose losses are known."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+
+import pytest
+
+from benchmarks.learning.together import PLAIN_MEAN, SHARES, compete, report
+from benchmarks.race import CEILING, RATES, Known, Try
+
+ALONE = Try(
+    ratio=50,
+    num_nodes=1,
+    contender=CEILING,
+    optimizer="muon",
+    rate=RATES["muon"][0],
+    outer=PLAIN_MEAN,
+    times=2,
+)
+SPEEDS = {(CEILING, number): number**0.9 for number in (1, 2, 4, 8)} | {
+    ("Atoll", number): number**0.7 for number in (2, 4, 8)
+}
+
+
+class Runs:
+    """Losses that fall by the logarithm of the work, and are least at one rate."""
+
+    def __init__(self, best_rate: float) -> None:
+        self.known: Known = {}
+        self._best_rate = best_rate
+
+    def losses_of(self, tries: Sequence[Try]) -> list[float]:
+        for each in tries:
+            work = each.share * SPEEDS[each.contender, each.num_nodes]
+            off = math.log(each.rate / self._best_rate) ** 2
+            self.known[each] = asdict(each) | {
+                "loss": 1.3 + 0.01 * each.seed - 0.1 * math.log(work) + off
+            }
+        return [self.known[each]["loss"] for each in tries]
+
+
+@pytest.mark.parametrize("best_rate", sorted(RATES["muon"]))
+def test_the_table_tells_how_much_sooner_a_loss_is_reached_whatever_rate_is_best(
+    best_rate: float,
+) -> None:
+    runs = Runs(best_rate)
+    compete(ALONE, list(SHARES), [0, 3], runs.losses_of)
+    (table,) = report(runs.known)
+    assert "2400 steps to 1.3000, 1.3300" in table
+    for (contender, number), speed in SPEEDS.items():
+        if number > 1:
+            assert f"| {contender} | {number} | {speed:.2f} ({speed:.2f} to {speed:.2f}) |" in table
+
+
+def test_where_no_part_of_the_time_is_short_enough_the_table_says_so() -> None:
+    runs = Runs(RATES["muon"][0])
+    compete(ALONE, [2], [0], runs.losses_of)
+    told = {
+        each: row for each, row in runs.known.items() if each.num_nodes == 1 or each.share > 0.7
+    }
+    told |= {
+        each: row
+        for each, row in runs.known.items()
+        if each.contender == "Atoll" and each.share == 0.75
+    }
+    assert "| Atoll | 2 |  |" in next(iter(report(told))), "one part makes no line"
+    faster = {e: row | {"loss": row["loss"] - e.num_nodes + 1} for e, row in runs.known.items()}
+    assert f"| Atoll | 2 | over {1 / SHARES[2][1]:.2f} |" in next(iter(report(faster)))
+    slower = {e: row | {"loss": row["loss"] + e.num_nodes - 1} for e, row in runs.known.items()}
+    assert f"| Atoll | 2 | under {1 / SHARES[2][0]:.2f} |" in next(iter(report(slower)))
