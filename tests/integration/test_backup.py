@@ -17,7 +17,7 @@ from coordinator.config import CoordinatorConfig, Home, create_home, rules_of
 from coordinator.store import Store
 from protocol.terminal.query import StatusLink
 from tests.integration.small_machine import small_disk
-from tests.integration.typed_commands import Swarm, atoll, done, refused, until
+from tests.integration.typed_commands import Swarm, atoll, done, refused, typed_here, until
 from tests.tiny_runs import tiny_text
 
 RUN = tiny_text(
@@ -206,9 +206,9 @@ def test_who_joined_after_the_copy_was_made_is_told_so_and_joins_again_in_its_fo
     swarm.home = copy
     swarm.start_coordinator()
     refused(atoll("status", "--dir", home), 77, "joined after the copy was made", "atoll join")
-    done(atoll("join", swarm.invite(), "--dir", home))
+    done(typed_here("join", swarm.invite(), "--dir", home))
     assert (home / "identity.key").read_bytes() == key
-    done(atoll("status", "--dir", home))
+    done(typed_here("status", "--dir", home))
     refused(atoll("join", swarm.invite(), "--dir", home), 73, f"{home} is a member of")
 
 
@@ -219,8 +219,8 @@ def test_a_backup_is_refused_where_it_cannot_be_whole(swarm: Swarm, tmp_path: Pa
     (taken / "file").touch()
     command = ("coordinator", "backup")
     refused(atoll(*command, swarm.home, taken), 73, f"{taken} exists and is not empty")
-    refused(atoll(*command, taken, new), 66, f"{taken} is not a coordinator's folder")
-    done(atoll("coordinator", "init", tmp_path / "fresh"))
+    refused(typed_here(*command, taken, new), 66, f"{taken} is not a coordinator's folder")
+    done(typed_here("coordinator", "init", tmp_path / "fresh"))
     refused(atoll(*command, tmp_path / "fresh", new), 66, "was never started", "atoll.db")
     with small_disk(at, num_bytes=32 << 10) as disk:  # less than the database
         tried = swarm.start(*command, swarm.home, at / "copy", through=disk.through)
@@ -343,8 +343,8 @@ def test_one_line_keeps_copies_of_a_run_in_full_flight_and_the_newest_is_restore
     swarm.join("node", swarm.invite())
     none = "none is made, and the run cannot go on without the coordinator's folder"
     swarm.coordinator.says(f"backup: {none}")
-    assert none in done(atoll("status", "--dir", swarm.home)).replace("\n       ", " ")
-    assert "none is made" not in done(atoll("status", "--dir", swarm.folder / "node"))
+    assert none in done(typed_here("status", "--dir", swarm.home)).replace("\n       ", " ")
+    assert "none is made" not in done(typed_here("status", "--dir", swarm.folder / "node"))
     swarm.coordinator.stop(signal.SIGTERM)
     ports = ("--port", swarm.control_port)
     options = ("--backup", str(row), "--backup-every", "1s", "--backup-keep", "3")
@@ -368,7 +368,7 @@ def test_one_line_keeps_copies_of_a_run_in_full_flight_and_the_newest_is_restore
     until(lambda: backups_told(swarm.home)[0]["num_failures"] >= 2, "failures to be told")
     (told,) = backups_told(swarm.home)
     assert told["target"] == str(row) and told["made_seconds"] > 0 and told["why"]
-    first, *_ = done(atoll("status", "--dir", swarm.home)).splitlines()
+    first, *_ = done(typed_here("status", "--dir", swarm.home)).splitlines()
     assert first.startswith("no backup for ")
     assert backups_told(swarm.folder / "node") == []
     row.unlink()
@@ -408,11 +408,11 @@ def test_backups_that_cannot_be_made_again_and_again_are_refused_at_once(swarm: 
     row = swarm.folder / "row"
     command = ("coordinator", "backup", swarm.home)
     refused(atoll(*command, row, "--keep", "2"), 64, "--keep 2", "--every")
-    refused(atoll(*command, row, "--every", "0s"), 64, "less than a second")
+    refused(typed_here(*command, row, "--every", "0s"), 64, "less than a second")
     swarm.coordinator.stop(signal.SIGTERM)
     refused(atoll("coordinator", "start", swarm.home, "--backup", "s4://b/c"), 65, "s4://b/c")
     every = ("--backup", row, "--backup-every", "soon")
-    refused(atoll("coordinator", "start", swarm.home, *every), 64, "time span")
+    refused(typed_here("coordinator", "start", swarm.home, *every), 64, "time span")
 
 
 @pytest.mark.nightly

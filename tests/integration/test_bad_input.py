@@ -11,7 +11,7 @@ import pty
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from node.config import load_settings
 from protocol.trust.invite import Invite
 from protocol.v1 import status_pb2
 from tests import ports
-from tests.integration.typed_commands import Swarm, atoll, done, refused, typed_here
+from tests.integration.typed_commands import Swarm, Typed, atoll, done, refused, typed_here
 from tests.tiny_runs import tiny_text
 
 RUN = tiny_text(
@@ -98,15 +98,21 @@ def test_a_coordinator_needs_a_folder_of_its_own(swarm: Swarm, tmp_path: Path) -
     file, locked = tmp_path / "file", tmp_path / "locked"
     file.touch()
     locked.mkdir(mode=0o555)
-    refused(atoll("coordinator", "init", file), 64, f"'{file}' is a file")
+    refused(typed_here("coordinator", "init", file), 64, f"'{file}' is a file")
     refused(atoll("coordinator", "init", locked / "home"), 73, str(locked))
-    refused(atoll("coordinator", "init", swarm.home), 73, f"{swarm.home} exists and is not empty")
     refused(
-        atoll("coordinator", "start", tmp_path), 66, f"{tmp_path} is not a coordinator's folder"
+        typed_here("coordinator", "init", swarm.home), 73, f"{swarm.home} exists and is not empty"
+    )
+    refused(
+        typed_here("coordinator", "start", tmp_path),
+        66,
+        f"{tmp_path} is not a coordinator's folder",
     )
     refused(atoll("coordinator", "start", swarm.home), 71, "another coordinator (process ")
     both = ("--one-port", "443", "--port", "7700")
-    refused(atoll("coordinator", "start", swarm.home, *both), 64, "--one-port 443 and --port 7700")
+    refused(
+        typed_here("coordinator", "start", swarm.home, *both), 64, "--one-port 443 and --port 7700"
+    )
     assert list(locked.iterdir()) == []
 
 
@@ -200,7 +206,8 @@ def test_an_invite_is_taken_from_a_file_standard_input_the_environment_and_a_ter
 ) -> None:
     file, invite = tmp_path / "invite.txt", swarm.invite("--uses", "4")
     file.write_text(f"atoll join {invite}\n")
-    refused(atoll("join", file, "--hours", "late", "--dir", tmp_path / "a"), 64, "--hours 'late'")
+    late = typed_here("join", file, "--hours", "late", "--dir", tmp_path / "a")
+    refused(late, 64, "--hours 'late'")
     assert not (tmp_path / "a").exists(), "the invite is as good as before"
     done(atoll("join", file, "--hours", "22-7", "--no-battery", "--dir", tmp_path / "a"))
     settings = load_settings(tmp_path / "a")
@@ -248,29 +255,35 @@ def test_a_folder_joins_once_and_a_damaged_one_may_again(
 
 
 @pytest.mark.parametrize(
-    ("setting", "code", "words"),
+    ("typed", "setting", "code", "words"),
     [
-        ("gpus = 1", 78, "node.toml: gpus: unknown key"),
-        ('ranks = "two"', 78, "node.toml: ranks = 'two'"),
+        (typed_here, "gpus = 1", 78, "node.toml: gpus: unknown key"),
+        (typed_here, 'ranks = "two"', 78, "node.toml: ranks = 'two'"),
         (
+            typed_here,
             'compile = true\nactivation_checkpointing = "selective"',
             78,
             '"selective" has no effect on compiled layers',
         ),
-        ('precision = "fp8"', 78, "node.toml: precision = 'fp8': input should be 'auto', 'fp32'"),
-        ("micro_batch = -1", 78, "node.toml: micro_batch = -1"),
-        ("ranks 2", 78, "node.toml: not TOML"),
-        ('device = "banana"', 78, "unknown device 'banana'"),
+        (
+            typed_here,
+            'precision = "fp8"',
+            78,
+            "node.toml: precision = 'fp8': input should be 'auto', 'fp32'",
+        ),
+        (typed_here, "micro_batch = -1", 78, "node.toml: micro_batch = -1"),
+        (typed_here, "ranks 2", 78, "node.toml: not TOML"),
+        (atoll, 'device = "banana"', 78, "unknown device 'banana'"),
     ],
 )
 def test_a_wrong_setting_of_a_node_is_refused(
-    member: Path, setting: str, code: int, words: str
+    member: Path, typed: Callable[..., Typed], setting: str, code: int, words: str
 ) -> None:
     file = member / "node.toml"
     before = file.read_text()
     file.write_text(f'name = "member"\n{setting}\n')
     try:
-        refused(atoll("node", "start", "--dir", member), code, words)
+        refused(typed("node", "start", "--dir", member), code, words)
     finally:
         file.write_text(before)
 
@@ -287,9 +300,9 @@ def test_a_place_for_temporary_files_that_no_socket_fits_into_is_refused(
 
 def test_a_wrong_option_of_a_node_is_refused(member: Path, tmp_path: Path) -> None:
     start = ("node", "start", "--dir", member)
-    refused(atoll(*start, "--ranks", "0"), 64, "--ranks 0")
-    refused(atoll(*start, "--port", "70000"), 64, "--port 70000")
-    refused(atoll("node", "start", "--dir", tmp_path), 66, f"no swarm joined in {tmp_path}")
+    refused(typed_here(*start, "--ranks", "0"), 64, "--ranks 0")
+    refused(typed_here(*start, "--port", "70000"), 64, "--port 70000")
+    refused(typed_here("node", "start", "--dir", tmp_path), 66, f"no swarm joined in {tmp_path}")
     typed = atoll(*start, "--ranks", "3")
     assert typed.code == 78
     assert "[inner] batch = 4 cannot be shared evenly by 3 ranks" in typed.err

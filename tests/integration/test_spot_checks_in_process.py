@@ -93,29 +93,22 @@ def expect_liar_put_out(done: SimulatedRun) -> None:
     assert later, "plans go on without it"
 
 
-def test_nobody_that_trains_is_put_out_and_all_are_found_to_have_trained(corpus: Corpus) -> None:
-    done = run(corpus, [HONEST] * NUM_NODES, rounds=14)
-
-    assert not put_out(done)
-    for member in done.final.members.values():
-        assert len(member.spots) > 5, "each is checked in nearly every round"
-        scores = [finding.score for finding in member.spots]
-        assert np.mean(scores) > 1.3
-
-
-def test_who_keeps_its_work_from_one_reducer_is_checked_by_what_the_others_got(
+def test_nobody_that_trains_is_put_out_and_who_keeps_its_work_from_one_reducer_is_checked_all_the_same(
     corpus: Corpus,
 ) -> None:
     done = run(corpus, with_liar(replace(HONEST, lies=keeps_from_one)), rounds=18)
 
-    assert not put_out(done), "it trains"
+    assert not put_out(done), "all of them train"
     named = [
         sum(LIAR in {c.node_id for c in outcome.contributors} for outcome in commit.slices)
         for commit in done.commits[2:]
     ]
     assert max(named) == NUM_NODES - 1, "one slice always lacks it"
-    scores = [finding.score for finding in done.final.members[LIAR].spots]
-    assert len(scores) > 5 and np.mean(scores) > 1.0
+    for node_id, member in done.final.members.items():
+        assert len(member.spots) > 5, "each is checked in nearly every round"
+        scores = [finding.score for finding in member.spots]
+        # It is checked by what the other reducers got.
+        assert np.mean(scores) > (1.0 if node_id == LIAR else 1.3)
 
 
 def test_rounds_take_no_longer_where_members_check_each_other(corpus: Corpus) -> None:

@@ -273,7 +273,7 @@ def test_all_that_a_run_owner_types_is_obeyed_before_anybody_trains_and_told_in_
 ) -> None:
     """What nodes make of it: test_members.py, tests/chaos, and the long test above."""
     swarm.join("a", swarm.invite("--needs-approval", "--label", "the rack"))
-    refused(atoll("run", "resume", "--dir", swarm.home), 64, "the run is not paused")
+    refused(typed_here("run", "resume", "--dir", swarm.home), 64, "the run is not paused")
     owner(swarm, "run", "pause", "--reason", "the cluster moves")
     assert run_of(swarm).paused.endswith("'atoll run resume' goes on")
     swarm.coordinator.kill()
@@ -289,14 +289,18 @@ def test_all_that_a_run_owner_types_is_obeyed_before_anybody_trains_and_told_in_
     assert "run.rounds = 450" in said and "go on by 'atoll node start'" in said
     assert (run_of(swarm).total_rounds, len(run_of(swarm).amendments)) == (450, 2)
     refused(
-        atoll("run", "amend", "inner.learning_rate=-1", "--dir", swarm.home), 78, "learning_rate"
+        typed_here("run", "amend", "inner.learning_rate=-1", "--dir", swarm.home),
+        78,
+        "learning_rate",
     )
-    refused(atoll("run", "rollback", "300", "--dir", swarm.home), 64, "round 300 is not behind")
+    refused(
+        typed_here("run", "rollback", "300", "--dir", swarm.home), 64, "round 300 is not behind"
+    )
     said = owner(swarm, "run", "move", "train2.example.org")
     assert f"moves to train2.example.org, port {swarm.control_port}" in said
     move = ("run", "move", "127.0.0.1", "--port", "7710", "--enrolment-port", "7711")
     owner(swarm, *move, "--reason", "a larger machine")
-    refused(atoll(*move, "--dir", swarm.home), 64, "told already", "127.0.0.1, port 7710")
+    refused(typed_here(*move, "--dir", swarm.home), 64, "told already", "127.0.0.1, port 7710")
 
     assert "may take part" in owner(swarm, "nodes", "approve", "a")
     owner(swarm, "nodes", "quarantine", "a", "--reason", "an odd loss")
@@ -305,7 +309,7 @@ def test_all_that_a_run_owner_types_is_obeyed_before_anybody_trains_and_told_in_
     refused(atoll("status", "--dir", swarm.folder / "a"), 79, "it sends noise")
     swarm.start_node("a").ends_with(79, "the run owner has expelled a", "it sends noise")
 
-    refused(atoll("run", "stop", "--dir", swarm.home), 64, "no round has begun")
+    refused(typed_here("run", "stop", "--dir", swarm.home), 64, "no round has begun")
     told: list[dict[str, Any]] = json.loads(owner(swarm, "audit", "--json"))
     assert [ruling["kind"] for ruling in told] == [
         *("invited", "joined", "paused", "resumed", "amended", "amended", "moved", "moved"),
@@ -320,13 +324,13 @@ def test_a_viewer_looks_on_and_may_do_nothing_else(swarm: Swarm) -> None:
     invite = swarm.invite("--role", "viewer", "--label", "the press")
     said = done(atoll("join", invite, "--dir", viewer, "--name", "press"))
     assert "as a viewer" in said and f"next: atoll status --watch --dir {viewer}" in said
-    shown = json.loads(done(atoll("status", "--json", "--dir", viewer)))
+    shown = json.loads(done(typed_here("status", "--json", "--dir", viewer)))
     assert shown["run"]["run_name"] == "steered" and shown["nodes"] == []
-    done(atoll("rounds", "--dir", viewer))
+    done(typed_here("rounds", "--dir", viewer))
     refused(atoll("node", "start", "--dir", viewer), 77, "is a viewer's folder")
     for command in (("invite", "list"), ("nodes", "expel", "x"), ("run", "pause"), ("audit",)):
         refused(typed_here(*command, "--dir", viewer), 77, "only the run owner may do this")
     owner(swarm, "nodes", "expel", "press")
-    refused(atoll("status", "--dir", viewer), 79, "the run owner has expelled press")
+    refused(typed_here("status", "--dir", viewer), 79, "the run owner has expelled press")
     swarm.coordinator.stop(signal.SIGTERM)
-    refused(atoll("run", "pause", "--dir", swarm.home), 69, "no coordinator answers")
+    refused(typed_here("run", "pause", "--dir", swarm.home), 69, "no coordinator answers")

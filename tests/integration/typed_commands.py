@@ -289,7 +289,8 @@ class Swarm:
         run_file.write_text(run_text)
         for file in beside:
             shutil.copy(file, folder)
-        done(self._type("init", self.home, "--run", run_file, *_ports_of(host), *init_options))
+        made = atoll if is_typed else typed_here  # it dials nobody, so a thread may be on a host
+        done(made("init", self.home, "--run", run_file, *_ports_of(host), *init_options))
         complete(self.home)
         self._begin()
 

@@ -3,7 +3,6 @@
 `pytest tests/property --hypothesis-profile=nightly`, or `make nightly`.
 """
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,5 +27,5 @@ settings.load_profile("ci")  # an option on the command line is taken after this
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     is_nightly = settings().max_examples > 100
     for item in items:
-        if Path(__file__).parent in item.path.parents:
+        if item.nodeid.startswith("tests/property/"):
             item.add_marker(pytest.mark.timeout(0 if is_nightly else CI_SECONDS))

@@ -41,7 +41,9 @@ OF_A_NODE = """
 for rules in (OuterSection(), OuterSection(optimizer="sgd", merge="norm-preserving")):
     late = go_through_rounds(sys.argv[1], rules)
     assert not late, f"a round compiled {late}"
-assert compiled()["node.exchange.error_feedback", "_sum_owed"], "nothing was looked at"
+found = compiled()
+assert found["node.exchange.error_feedback", "_sum_owed"], "nothing was looked at"
+assert len(found["node.exchange.codecs.dense", "_decode_int4"]) == 1, "of one kind of arrays"
 """
 
 OF_THE_TOOL = """

@@ -2,7 +2,6 @@
 
 import ast
 import importlib
-import os
 import re
 import subprocess
 import sys
@@ -265,33 +264,6 @@ def test_random_bodies_mean_the_same_to_any_number_of_threads_or_nothing(codec: 
             except CodecError as error:
                 outcomes.append(type(error).__name__)
         assert outcomes[0] == outcomes[1]
-
-
-def test_no_kernel_is_left_to_be_compiled_in_a_round() -> None:
-    """In a process of its own: here, other tests have compiled everything."""
-    program = (
-        "from benchmarks.outer_arithmetic import RoundsOfOneNode, measured\n"
-        "from node.exchange.codecs.codec import ONE_THREAD\n"
-        "from tests.unit.test_kernels import kernels\n"
-        "def compiled():\n"
-        "    return {k.py_func.__name__: len(k.signatures) for k in kernels()}\n"
-        "rounds = RoundsOfOneNode(\n"
-        "    codec='int4', values=70001, nodes=2, fragments=2, tiles=ONE_THREAD\n"
-        ")\n"
-        "before = compiled()\n"
-        "measured(rounds, values=70001, repeats=1, threads=1)\n"
-        "assert before['_decode_int4'] == before['_add_weighted'] == 1\n"
-        "assert compiled() == before, (compiled(), before)\n"
-    )
-    folders = (FOLDER.parents[2], Path(__file__).parent)
-    ran = subprocess.run(
-        [sys.executable, "-c", program],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, folders))},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stderr
 
 
 def test_without_a_folder_to_write_to_kernels_are_compiled_all_the_same(tmp_path: Path) -> None:

@@ -290,6 +290,7 @@ def test_what_a_fork_changes_of_its_model_is_described_by_a_new_run_alone(
     assert f"atoll: {run_file}: [model] arguments is" in told and "unfinished" not in told
 
 
+@pytest.mark.usefixtures("described_here")
 def test_a_forks_weights_are_not_put_on_another_frozen_body(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
