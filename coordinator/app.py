@@ -164,7 +164,7 @@ class Coordinator:
                 clock=driver.clock.now,
                 wall_clock=time.time,
             )
-            room = DiskRoom(home.directory)
+            room = DiskRoom(home.directory, slowest_write=driver.store.slowest_write_seconds)
             status = _add_member_services(
                 ports,
                 home,

@@ -17,7 +17,8 @@ import sqlite3
 import struct
 import threading
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from itertools import takewhile
@@ -122,6 +123,9 @@ class Database:
         self._aside = aside or self._reader
         self._lock = lock
         self._slow_told_at = -math.inf
+        self._slow_writes: deque[tuple[float, float]] = (
+            deque()
+        )  # when, and seconds: ever shorter ones
         self._transaction = threading.Lock()  # held from BEGIN to COMMIT or ROLLBACK
         with self._in_our_words():
             connection.execute("PRAGMA journal_mode = WAL")
@@ -209,7 +213,20 @@ class Database:
                 self._connection.execute("COMMIT")
             finally:
                 self._end()
-        self._tell_of_a_slow_disk(began_at, monotonic())
+        ended_at = monotonic()
+        self._note_write(ended_at, ended_at - began_at)
+        self._tell_of_a_slow_disk(began_at, ended_at)
+
+    def _note_write(self, at: float, seconds: float) -> None:
+        writes = self._slow_writes
+        while writes and writes[-1][1] <= seconds:
+            writes.pop()
+        writes.append((at, seconds))
+
+    def slowest_write_seconds(self, now: float | None = None) -> float | None:
+        """Of the last ten minutes, by the monotonic clock; None where there was none."""
+        since = (monotonic() if now is None else now) - SLOW_TOLD_AGAIN_SECONDS
+        return next((seconds for at, seconds in tuple(self._slow_writes) if at >= since), None)
 
     def _tell_of_a_slow_disk(self, began_at: float, now: float) -> None:
         """All nodes wait for each write, and none of them sees why."""
@@ -538,8 +555,11 @@ def _bytes_of(path: Path) -> int:
 class DiskRoom:
     """The latest look, and what the log says of it."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(
+        self, directory: Path, *, slowest_write: Callable[[], float | None] = lambda: None
+    ) -> None:
         self._directory = directory
+        self._slowest_write = slowest_write
         self._room: Room | None = None
         self._is_low = False
 
@@ -572,3 +592,6 @@ class DiskRoom:
         if self._room is not None:
             run.disk_free_bytes = self._room.free_bytes
             run.is_disk_low = self._is_low
+        if (seconds := self._slowest_write()) is not None:
+            run.disk_write_seconds = seconds
+            run.is_disk_slow = seconds >= SLOW_SECONDS

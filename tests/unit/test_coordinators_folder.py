@@ -1,6 +1,7 @@
 """What a coordinator looks after in its folder: the authority's key, and what the disk has left."""
 
 import os
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -107,3 +108,22 @@ def test_a_disk_that_takes_seconds_for_a_write_is_told_once_in_a_while(
         told.append([line["event"] for line in logged])
     slow = ["the disk is slow, and rounds wait for it"]
     assert told == [[], slow, [], slow]
+
+
+def test_the_run_owner_is_told_of_the_slowest_write_until_it_is_long_ago(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    writes = [(0.0, 0.1), (10.0, 3.0), (20.0, 0.2), (30.0, 0.1)]
+    clock = iter([time for start, seconds in writes for time in (start, start + seconds)])
+    monkeypatch.setattr("coordinator.database.monotonic", lambda: next(clock))
+    database, told = Database.in_memory(), []
+    assert database.slowest_write_seconds(now=0.0) is None
+    for _ in writes:
+        with database.writing():
+            pass
+    for now in (31.0, 13.0 + SLOW_TOLD_AGAIN_SECONDS, 14.0 + SLOW_TOLD_AGAIN_SECONDS, 5000.0):
+        run = pb.RunStatus()
+        room = DiskRoom(tmp_path, slowest_write=partial(database.slowest_write_seconds, now))
+        room.add_to(run)
+        told.append((run.disk_write_seconds, run.is_disk_slow))
+    assert told == [(3.0, True), (3.0, True), (pytest.approx(0.2), False), (0.0, False)]
