@@ -13,6 +13,7 @@ and rows are written for these alone.
 import asyncio
 import math
 import os
+import resource
 import sqlite3
 import struct
 import threading
@@ -268,7 +269,7 @@ class Database:
             if code & 0xFF in _REFUSALS and code != sqlite3.SQLITE_IOERR_SHORT_READ:
                 raise SystemRefusedError(
                     f"{self.path} cannot be used: {error}",
-                    next_step="make room on the disk or check the permissions, then start again",
+                    next_step=f"{_widest()}make room on the disk or check the permissions, then start again",
                 ) from error
             raise BadDataError(
                 f"{self.path} is damaged: {error}", next_step=AFTER_DAMAGE
@@ -504,6 +505,14 @@ def _is_saved_as(before: Member | None, after: Member) -> bool:
     if before is None or before is after:
         return before is after
     return replace(before, lease_until=0.0) == replace(after, lease_until=0.0)
+
+
+def _widest() -> str:
+    """What to do first where files may not grow: SQLite calls that an error of the disk."""
+    most_bytes, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if most_bytes == resource.RLIM_INFINITY:
+        return ""
+    return f"raise 'ulimit -f', by which a file has {bytes_in_words(most_bytes)} at most; "
 
 
 # What the coordinator's disk has left, said before it refuses a write, which would end the coordinator.
