@@ -10,21 +10,18 @@ What the database does not hold yet is the difference of two states. Most steps 
 and rows are written for these alone.
 """
 
-import asyncio
 import math
-import os
 import resource
 import sqlite3
 import struct
 import threading
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
-from time import monotonic
 from typing import Any, Self
 
 import structlog
@@ -40,7 +37,6 @@ from protocol.files.durable import FolderLock
 from protocol.run.schedule import ALWAYS_ALIKE
 from protocol.terminal.console import bytes_in_words
 from protocol.trust.rulings import Ruling
-from protocol.v1 import status_pb2 as pb
 from protocol.wire.rounds import NodeId
 from protocol.wire.versions import DATABASE
 
@@ -208,39 +204,11 @@ class Database:
 
     def commit(self) -> None:
         """Brings what was staged to the disk: all of it, or nothing when it raises. In any thread."""
-        began_at = monotonic()
         with self._in_our_words():
             try:
                 self._connection.execute("COMMIT")
             finally:
                 self._end()
-        ended_at = monotonic()
-        self._note_write(ended_at, ended_at - began_at)
-        self._tell_of_a_slow_disk(began_at, ended_at)
-
-    def _note_write(self, at: float, seconds: float) -> None:
-        writes = self._slow_writes
-        while writes and writes[-1][1] <= seconds:
-            writes.pop()
-        writes.append((at, seconds))
-
-    def slowest_write_seconds(self, now: float | None = None) -> float | None:
-        """Of the last ten minutes, by the monotonic clock; None where there was none."""
-        since = (monotonic() if now is None else now) - SLOW_TOLD_AGAIN_SECONDS
-        return next((seconds for at, seconds in tuple(self._slow_writes) if at >= since), None)
-
-    def _tell_of_a_slow_disk(self, began_at: float, now: float) -> None:
-        """All nodes wait for each write, and none of them sees why."""
-        seconds = now - began_at
-        if seconds >= SLOW_SECONDS and now >= self._slow_told_at + SLOW_TOLD_AGAIN_SECONDS:
-            self._slow_told_at = now
-            _log.warning(
-                "the disk is slow, and rounds wait for it",
-                folder=str(self.path.parent),
-                a_write_took_seconds=round(seconds, 1),
-                next_step="move the coordinator's folder to a faster disk of this machine, or end what else "
-                "keeps that disk busy",
-            )
 
     def _end(self) -> None:
         """Lets the next transaction begin, without what is left of this one."""
@@ -513,94 +481,3 @@ def _widest() -> str:
     if most_bytes == resource.RLIM_INFINITY:
         return ""
     return f"raise 'ulimit -f', by which a file has {bytes_in_words(most_bytes)} at most; "
-
-
-# What the coordinator's disk has left, said before it refuses a write, which would end the coordinator.
-
-
-SLOW_SECONDS, SLOW_TOLD_AGAIN_SECONDS = 2.0, 600.0
-"""A write that takes so long is told, and not again for a while: each of a round's reports waits for one."""
-
-LOOK_SECONDS = 20.0
-
-LEAST_BYTES = 256 << 20
-
-DATABASES = 2
-"""So many times the database has to have room: it grows, and copies for object storage are made beside it."""
-
-AGAIN = 1.25
-"""As many times that is enough again, so that the log does not tell of each file that comes and goes."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Room:
-    """What is free, and what should be."""
-
-    free_bytes: int
-    wanted_bytes: int
-
-    @classmethod
-    def of(cls, directory: Path) -> "Room":
-        """Looks at a coordinator's folder. Raises OSError."""
-        disk = os.statvfs(directory)
-        database = sum(map(_bytes_of, directory.glob(f"{DATABASE_NAME}*")))
-        return cls(
-            free_bytes=disk.f_bavail * disk.f_frsize,
-            wanted_bytes=max(LEAST_BYTES, DATABASES * database),
-        )
-
-    def is_low(self, *, was_low: bool) -> bool:
-        """Whether somebody should make room."""
-        return self.free_bytes < self.wanted_bytes * (AGAIN if was_low else 1.0)
-
-
-def _bytes_of(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except FileNotFoundError:  # its log of writes comes and goes
-        return 0
-
-
-class DiskRoom:
-    """The latest look, and what the log says of it."""
-
-    def __init__(
-        self, directory: Path, *, slowest_write: Callable[[], float | None] = lambda: None
-    ) -> None:
-        self._directory = directory
-        self._slowest_write = slowest_write
-        self._room: Room | None = None
-        self._is_low = False
-
-    async def watch(self) -> None:
-        """Looks until it is cancelled. In a thread: a disk may take its time over any question."""
-        while True:
-            await asyncio.to_thread(self.look)
-            await asyncio.sleep(LOOK_SECONDS)
-
-    def look(self) -> None:
-        """Looks now. What cannot be seen is not told."""
-        try:
-            room = Room.of(self._directory)
-        except OSError:  # the next write to the database tells why
-            self._room = None
-            return
-        is_low = room.is_low(was_low=self._is_low)
-        if is_low and not self._is_low:
-            _log.warning(
-                "the disk is nearly full",
-                folder=str(self._directory),
-                left=bytes_in_words(room.free_bytes),
-                wanted=bytes_in_words(room.wanted_bytes),
-                next_step="make room on it: the coordinator ends at the first write that it refuses",
-            )
-        self._room, self._is_low = room, is_low
-
-    def add_to(self, run: pb.RunStatus) -> None:
-        """Tells the run owner."""
-        if self._room is not None:
-            run.disk_free_bytes = self._room.free_bytes
-            run.is_disk_low = self._is_low
-        if (seconds := self._slowest_write()) is not None:
-            run.disk_write_seconds = seconds
-            run.is_disk_slow = seconds >= SLOW_SECONDS

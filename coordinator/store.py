@@ -189,10 +189,6 @@ class Store:
         """A store that forgets, for simulations: the same code on a database without a file."""
         return cls(Database.in_memory())
 
-    def slowest_write_seconds(self) -> float | None:
-        """See Database.slowest_write_seconds."""
-        return self._database.slowest_write_seconds()
-
     def close(self) -> None:
         """Lets another coordinator have the folder."""
         self._database.close()
