@@ -25,7 +25,7 @@ from coordinator.dashboard.given import GivenFile
 from coordinator.dashboard.link import open_dashboard, page_link, page_token
 from coordinator.dashboard.news_file import NewsFile
 from coordinator.dashboard.timeline import RoundTally, Timeline, TimesFile
-from coordinator.database import DiskRoom
+from coordinator.disk import Disk
 from coordinator.driver import Driver, LoopClock, seconds_since_boot
 from coordinator.journal import (
     log_backup,
@@ -101,7 +101,7 @@ class Coordinator:
         *,
         driver: Driver,
         ports: Ports,
-        room: DiskRoom,
+        disk: Disk,
         given: GivenFile,
         opened: AsyncExitStack,
         dashboard_port: int | None,
@@ -117,7 +117,7 @@ class Coordinator:
         self._given = given
         self._opened = opened
         self._clock_task = asyncio.create_task(driver.run_clock())
-        watching = (ports.connections.watch(), room.watch())
+        watching = (ports.connections.watch(), disk.watch())
         self._lasting = (self._clock_task, *map(asyncio.create_task, watching))
 
     @classmethod
@@ -154,7 +154,8 @@ class Coordinator:
                 clock=driver.clock.now,
                 wall_clock=time.time,
             )
-            room = DiskRoom(home.directory)
+            disk = Disk(home.directory, now=driver.clock.now)
+            driver.on_write = disk.note_write
             status = _add_member_services(
                 ports,
                 home,
@@ -164,7 +165,7 @@ class Coordinator:
                 signer=signer,
                 certificates=certificates,
                 lookout=lookout,
-                room=room,
+                disk=disk,
             )
             _add_enrolment(ports, home, rulings, certificates, driver=driver)
             dashboard = _dashboard_of(status, watched, home, config, driver)
@@ -179,7 +180,7 @@ class Coordinator:
             return cls(
                 driver=driver,
                 ports=ports,
-                room=room,
+                disk=disk,
                 given=watched.given,
                 opened=opened.pop_all(),
                 dashboard_port=None if dashboard is None else dashboard.port,
@@ -310,7 +311,7 @@ def _add_member_services(
     signer: CommitSigner,
     certificates: Certificates,
     lookout: Lookout,
-    room: DiskRoom,
+    disk: Disk,
 ) -> StatusDesk:
     """What is behind mutual TLS; returns the desk that tells how the run is doing."""
     driver, rulings, watched = recovered.driver, recovered.rulings, recovered.watched
@@ -328,7 +329,7 @@ def _add_member_services(
 
     def add_for_owner(run: pb.RunStatus, now: float) -> None:
         add_to(run, records.latest(), configured=config.backup, now=now)
-        room.add_to(run)
+        disk.add_to(run)
 
     status = StatusDesk(
         driver,

@@ -10,19 +10,18 @@ What the database does not hold yet is the difference of two states. Most steps 
 and rows are written for these alone.
 """
 
-import asyncio
 import math
-import os
+import resource
 import sqlite3
 import struct
 import threading
 import zlib
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
-from time import monotonic
 from typing import Any, Self
 
 import structlog
@@ -38,7 +37,6 @@ from protocol.files.durable import FolderLock
 from protocol.run.schedule import ALWAYS_ALIKE
 from protocol.terminal.console import bytes_in_words
 from protocol.trust.rulings import Ruling
-from protocol.v1 import status_pb2 as pb
 from protocol.wire.rounds import NodeId
 from protocol.wire.versions import DATABASE
 
@@ -122,6 +120,9 @@ class Database:
         self._aside = aside or self._reader
         self._lock = lock
         self._slow_told_at = -math.inf
+        self._slow_writes: deque[tuple[float, float]] = (
+            deque()
+        )  # when, and seconds: ever shorter ones
         self._transaction = threading.Lock()  # held from BEGIN to COMMIT or ROLLBACK
         with self._in_our_words():
             connection.execute("PRAGMA journal_mode = WAL")
@@ -203,26 +204,11 @@ class Database:
 
     def commit(self) -> None:
         """Brings what was staged to the disk: all of it, or nothing when it raises. In any thread."""
-        began_at = monotonic()
         with self._in_our_words():
             try:
                 self._connection.execute("COMMIT")
             finally:
                 self._end()
-        self._tell_of_a_slow_disk(began_at, monotonic())
-
-    def _tell_of_a_slow_disk(self, began_at: float, now: float) -> None:
-        """All nodes wait for each write, and none of them sees why."""
-        seconds = now - began_at
-        if seconds >= SLOW_SECONDS and now >= self._slow_told_at + SLOW_TOLD_AGAIN_SECONDS:
-            self._slow_told_at = now
-            _log.warning(
-                "the disk is slow, and rounds wait for it",
-                folder=str(self.path.parent),
-                a_write_took_seconds=round(seconds, 1),
-                next_step="move the coordinator's folder to a faster disk of this machine, or end what else "
-                "keeps that disk busy",
-            )
 
     def _end(self) -> None:
         """Lets the next transaction begin, without what is left of this one."""
@@ -251,7 +237,7 @@ class Database:
             if code & 0xFF in _REFUSALS and code != sqlite3.SQLITE_IOERR_SHORT_READ:
                 raise SystemRefusedError(
                     f"{self.path} cannot be used: {error}",
-                    next_step="make room on the disk or check the permissions, then start again",
+                    next_step=f"{_widest()}make room on the disk or check the permissions, then start again",
                 ) from error
             raise BadDataError(
                 f"{self.path} is damaged: {error}", next_step=AFTER_DAMAGE
@@ -489,86 +475,9 @@ def _is_saved_as(before: Member | None, after: Member) -> bool:
     return replace(before, lease_until=0.0) == replace(after, lease_until=0.0)
 
 
-# What the coordinator's disk has left, said before it refuses a write, which would end the coordinator.
-
-
-SLOW_SECONDS, SLOW_TOLD_AGAIN_SECONDS = 2.0, 600.0
-"""A write that takes so long is told, and not again for a while: each of a round's reports waits for one."""
-
-LOOK_SECONDS = 20.0
-
-LEAST_BYTES = 256 << 20
-
-DATABASES = 2
-"""So many times the database has to have room: it grows, and copies for object storage are made beside it."""
-
-AGAIN = 1.25
-"""As many times that is enough again, so that the log does not tell of each file that comes and goes."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Room:
-    """What is free, and what should be."""
-
-    free_bytes: int
-    wanted_bytes: int
-
-    @classmethod
-    def of(cls, directory: Path) -> "Room":
-        """Looks at a coordinator's folder. Raises OSError."""
-        disk = os.statvfs(directory)
-        database = sum(map(_bytes_of, directory.glob(f"{DATABASE_NAME}*")))
-        return cls(
-            free_bytes=disk.f_bavail * disk.f_frsize,
-            wanted_bytes=max(LEAST_BYTES, DATABASES * database),
-        )
-
-    def is_low(self, *, was_low: bool) -> bool:
-        """Whether somebody should make room."""
-        return self.free_bytes < self.wanted_bytes * (AGAIN if was_low else 1.0)
-
-
-def _bytes_of(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except FileNotFoundError:  # its log of writes comes and goes
-        return 0
-
-
-class DiskRoom:
-    """The latest look, and what the log says of it."""
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self._room: Room | None = None
-        self._is_low = False
-
-    async def watch(self) -> None:
-        """Looks until it is cancelled. In a thread: a disk may take its time over any question."""
-        while True:
-            await asyncio.to_thread(self.look)
-            await asyncio.sleep(LOOK_SECONDS)
-
-    def look(self) -> None:
-        """Looks now. What cannot be seen is not told."""
-        try:
-            room = Room.of(self._directory)
-        except OSError:  # the next write to the database tells why
-            self._room = None
-            return
-        is_low = room.is_low(was_low=self._is_low)
-        if is_low and not self._is_low:
-            _log.warning(
-                "the disk is nearly full",
-                folder=str(self._directory),
-                left=bytes_in_words(room.free_bytes),
-                wanted=bytes_in_words(room.wanted_bytes),
-                next_step="make room on it: the coordinator ends at the first write that it refuses",
-            )
-        self._room, self._is_low = room, is_low
-
-    def add_to(self, run: pb.RunStatus) -> None:
-        """Tells the run owner."""
-        if self._room is not None:
-            run.disk_free_bytes = self._room.free_bytes
-            run.is_disk_low = self._is_low
+def _widest() -> str:
+    """What to do first where files may not grow: SQLite calls that an error of the disk."""
+    most_bytes, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if most_bytes == resource.RLIM_INFINITY:
+        return ""
+    return f"raise 'ulimit -f', by which a file has {bytes_in_words(most_bytes)} at most; "

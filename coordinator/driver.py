@@ -204,6 +204,8 @@ class Driver:
         self._slept = 0.0  # seconds that the core has yet to be told of
         self.on_ruling_asked: Callable[[RulingAsked], None] = lambda asked: None
         """Hears what the core wants to be ruled: who makes rulings sets it."""
+        self.on_write: Callable[[float], None] = lambda seconds: None
+        """Hears after how long each change was durable."""
         self._streams: dict[NodeId, Stream] = {}
         self._roster_told: SwarmState | None = None  # whose roster they know, once it has changed
         self._roster_now: RosterTold | None = None  # that roster, once a stream has begun with it
@@ -333,8 +335,10 @@ class Driver:
         It could tell nobody of anything any more, and whoever watches it can make room.
         """
         async with self._writing:
+            began_at = self.clock.now()
             try:
                 yield
+                self.on_write(self.clock.now() - began_at)
             except SystemRefusedError as error:
                 self._refused = error
                 self._changed.set()

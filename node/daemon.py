@@ -365,14 +365,15 @@ class Daemon:
         """Lets the node leave with its work; asked again, the new limit counts.
 
         It trains no further, contributes what it has, and `run` returns once the round is committed
-        and applied, or after so long. A helper first waits for a plan that may be on its way to it. False
-        when no round is in flight here or there is no time for it: then cancel `run`.
+        and applied, and auditors have what its results were made of, or after so long. A helper first waits
+        for a plan that may be on its way to it. False when there is nothing of this, or no time: then cancel
+        `run`.
         """
         if self._is_ending:
             return True
         if not self._duties.is_draining:
-            is_helper = not self._facts.num_ranks
-            if within_seconds <= 0 or not (is_helper or self._duties.has_to_finish):
+            is_wanted = self._duties.has_to_finish or self._exchange.audits.may_be_asked
+            if within_seconds <= 0 or not (is_wanted or not self._facts.num_ranks):
                 return False
             self._duties.drain()
         if self._patience is not None:

@@ -125,7 +125,7 @@ class StopSignals:
         if self._drain is not None and self._drain(within_seconds):
             if is_first:
                 log.info(
-                    "leaving with the round in flight; ask again to leave at once",
+                    "leaving with the round in flight, once it is audited; ask again to leave at once",
                     within_seconds=within_seconds,
                 )
                 self.manager.stopping(

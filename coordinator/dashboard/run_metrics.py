@@ -233,6 +233,13 @@ _OF_RUN: tuple[Metric[RunTold], ...] = (
         meaning="Whether that is so little that somebody should make room: 1 or 0",
         of=lambda told: told.run.is_disk_low if told.run.HasField("disk_free_bytes") else None,
     ),
+    Metric(
+        name="atoll_disk_write_seconds",
+        meaning="Seconds of the coordinator's slowest write in ten minutes; all nodes wait for each",
+        of=lambda told: (
+            told.run.disk_write_seconds if told.run.HasField("disk_write_seconds") else None
+        ),
+    ),
 )
 
 _OF_MEMBERS: tuple[Metric[pb.NodeStatus], ...] = (

@@ -31,6 +31,7 @@ from protocol.trust.rulings import refuse_barred
 from protocol.wire.messages import Applied, ParticipantsDeparted
 from protocol.wire.payload import WireTotals
 from protocol.wire.rounds import NodeId, RosterEntry, same_fields
+from protocol.wire.versions import MERGE
 
 HEARTBEATS_PER_LEASE = 5
 """A node is lost only when so many heartbeats in a row are."""
@@ -290,6 +291,10 @@ def _refuse_strangers(state: SwarmState, event: Attached) -> None:
     if event.codecs != codecs:
         told = " and ".join(event.codecs) or "no codecs"
         raise _of_another_version(event, f"has {told} where the run has {' and '.join(codecs)}")
+    if (merges := event.merge_version or 1) != MERGE:
+        raise _of_another_version(
+            event, f"merges by version {merges} of the arithmetic and the coordinator by {MERGE}"
+        )
 
 
 def _of_another_version(event: Attached, why: str) -> ProtocolMismatchError:

@@ -115,6 +115,7 @@ class Audits:
         self._early: list[AuditAsked] = []  # of rounds whose commits are not applied here yet
         self._tasks: dict[tuple[int, int, int], asyncio.Task[None]] = {}
         self._asked_at = -math.inf  # by an auditor, for what a result here was made of
+        self._kept_at = -math.inf  # what the newest results here were made of
 
     async def keep(self, state: RoundState) -> None:
         """Keeps what a round's results follow from; before its commit is applied."""
@@ -125,6 +126,7 @@ class Audits:
             return
         number = state.plan.round
         self._kept[number] = await self._heavy(partial(Inputs.of, state, base, self._outer))
+        self._kept_at = asyncio.get_running_loop().time()
         for old in [round for round in self._kept if round <= number - AUDIT_ROUNDS]:
             del self._kept[old]
         await self._end(lambda round: round <= number - AUDIT_ROUNDS)
@@ -202,14 +204,25 @@ class Audits:
 
         What a node that leaves takes with it nobody can make again, and then the run goes back.
         """
-        newest = self._kept.get(max(self._kept, default=0))
-        if newest is None or not newest.contributions:
+        if not self._has_reduced:
             return
         clock = asyncio.get_running_loop().time
         until = clock() + PAUSE_SECONDS
         while (left := until - clock()) > 0:
             await asyncio.sleep(left)
             until = max(until, self._asked_at + PAUSE_SECONDS)
+
+    @property
+    def may_be_asked(self) -> bool:
+        """Whether auditors of the newest round may still come for what results here were made of."""
+        latest = max(self._asked_at, self._kept_at)
+        now = asyncio.get_running_loop().time()
+        return self._has_reduced and now < latest + PAUSE_SECONDS
+
+    @property
+    def _has_reduced(self) -> bool:
+        newest = self._kept.get(max(self._kept, default=0))
+        return newest is not None and bool(newest.contributions)
 
     async def forget_after(self, round: int) -> None:
         """Later rounds are undone: nobody asks for what made their results."""

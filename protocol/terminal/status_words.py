@@ -127,10 +127,12 @@ def relay_in_words(run: pb.RunStatus) -> str:
 def owner_troubles(run: pb.RunStatus, *, for_everybody: bool = False) -> list[str]:
     """What of the coordinator's machine only its owner can mend, and is told of. Empty where all is well.
 
-    Its disk is nearly full, or a place gets no copies of the run. For everybody without what stands where.
+    Its disk is nearly full or slow, or a place gets no copies of the run. For everybody without what stands
+    where.
     """
     low = [disk_in_words(run)] if run.is_disk_low else []
-    return low + [
+    slow = [slow_disk_in_words(run)] if run.is_disk_slow else []
+    return [*low, *slow] + [
         f"no backup {_since(one)}: 'atoll status' tells the run owner why"
         if for_everybody
         else _backup_trouble(one)
@@ -144,6 +146,15 @@ def disk_in_words(run: pb.RunStatus) -> str:
     return (
         f"the coordinator's disk is nearly full: {bytes_in_words(run.disk_free_bytes)} are free, and at the "
         "first write that it refuses the coordinator ends; next: make room on it"
+    )
+
+
+def slow_disk_in_words(run: pb.RunStatus) -> str:
+    """That all nodes wait for the disk of the coordinator's folder."""
+    return (
+        f"the coordinator's disk is slow: a write took {seconds_in_words(run.disk_write_seconds)} in the "
+        "last ten minutes, and all nodes wait for each; next: move its folder to a faster disk of that "
+        "machine, or end what else keeps the disk busy"
     )
 
 
@@ -276,6 +287,7 @@ def what_people_wait_for(status: pb.GetStatusResponse) -> tuple[object, ...]:
         copies_in_words(status.nodes),
         tuple((one.target, one.why, one.is_abandoned) for one in run.backups),
         run.is_disk_low,
+        run.is_disk_slow,
     )
 
 

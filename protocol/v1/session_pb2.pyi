@@ -204,6 +204,7 @@ class AttachRequest(_message.Message):
     CANNOT_EVALUATE_FIELD_NUMBER: _builtins.int
     NUM_RULINGS_FIELD_NUMBER: _builtins.int
     RULINGS_DIGEST_FIELD_NUMBER: _builtins.int
+    MERGE_VERSION_FIELD_NUMBER: _builtins.int
     WIRE_VERSION_FIELD_NUMBER: _builtins.int
     node_name: _builtins.str
     """What people call the node."""
@@ -233,6 +234,8 @@ class AttachRequest(_message.Message):
     """Rulings that the node keeps."""
     rulings_digest: _builtins.bytes
     """Digest of the latest of them, 32 bytes; zeros when there is none."""
+    merge_version: _builtins.int
+    """Version of the arithmetic by which it merges (protocol.wire.versions.MERGE); 0 is 1."""
     wire_version: _builtins.int
     """Version of the protocol that the node speaks (protocol.wire.versions.WIRE); 0 of releases before it was told."""
     @_builtins.property
@@ -271,11 +274,12 @@ class AttachRequest(_message.Message):
         cannot_evaluate: _builtins.bool = ...,
         num_rulings: _builtins.int = ...,
         rulings_digest: _builtins.bytes = ...,
+        merge_version: _builtins.int = ...,
         wire_version: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "corpus", b"corpus", "layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "cannot_evaluate", b"cannot_evaluate", "cannot_train", b"cannot_train", "codecs", b"codecs", "corpus", b"corpus", "device", b"device", "layout", b"layout", "node_name", b"node_name", "num_ranks", b"num_ranks", "num_rulings", b"num_rulings", "outer_digest", b"outer_digest", "outer_incarnation", b"outer_incarnation", "outer_round", b"outer_round", "process_id", b"process_id", "rulings_digest", b"rulings_digest", "run_digest", b"run_digest", "version", b"version", "wire_version", b"wire_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "cannot_evaluate", b"cannot_evaluate", "cannot_train", b"cannot_train", "codecs", b"codecs", "corpus", b"corpus", "device", b"device", "layout", b"layout", "merge_version", b"merge_version", "node_name", b"node_name", "num_ranks", b"num_ranks", "num_rulings", b"num_rulings", "outer_digest", b"outer_digest", "outer_incarnation", b"outer_incarnation", "outer_round", b"outer_round", "process_id", b"process_id", "rulings_digest", b"rulings_digest", "run_digest", b"run_digest", "version", b"version", "wire_version", b"wire_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

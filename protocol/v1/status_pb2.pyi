@@ -160,6 +160,8 @@ class RunStatus(_message.Message):
     IS_WITHOUT_BACKUP_FIELD_NUMBER: _builtins.int
     DISK_FREE_BYTES_FIELD_NUMBER: _builtins.int
     IS_DISK_LOW_FIELD_NUMBER: _builtins.int
+    DISK_WRITE_SECONDS_FIELD_NUMBER: _builtins.int
+    IS_DISK_SLOW_FIELD_NUMBER: _builtins.int
     COUNTED_FIELD_NUMBER: _builtins.int
     HAS_OWN_LOSS_FIELD_NUMBER: _builtins.int
     DIFFERING_FIELD_NUMBER: _builtins.int
@@ -217,6 +219,11 @@ class RunStatus(_message.Message):
     so little that somebody should make room; for the run owner alone.
     """
     is_disk_low: _builtins.bool
+    disk_write_seconds: _builtins.float
+    """Seconds that the slowest write of the last ten minutes took there, absent where there was none, and whether
+    that is so long that rounds wait for it; for the run owner alone.
+    """
+    is_disk_slow: _builtins.bool
     counted: _builtins.str
     """What the run counts, in the plural: "tokens" or "samples". Empty where the coordinator is older: tokens."""
     has_own_loss: _builtins.bool
@@ -295,21 +302,27 @@ class RunStatus(_message.Message):
         is_without_backup: _builtins.bool = ...,
         disk_free_bytes: _builtins.int | None = ...,
         is_disk_low: _builtins.bool = ...,
+        disk_write_seconds: _builtins.float | None = ...,
+        is_disk_slow: _builtins.bool = ...,
         counted: _builtins.str = ...,
         has_own_loss: _builtins.bool = ...,
         differing: _builtins.str = ...,
         alike: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_disk_free_bytes", b"_disk_free_bytes", "_estimated_seconds_left", b"_estimated_seconds_left", "data", b"data", "disk_free_bytes", b"disk_free_bytes", "estimated_seconds_left", b"estimated_seconds_left", "wire", b"wire", "written", b"written"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_disk_free_bytes", b"_disk_free_bytes", "_disk_write_seconds", b"_disk_write_seconds", "_estimated_seconds_left", b"_estimated_seconds_left", "data", b"data", "disk_free_bytes", b"disk_free_bytes", "disk_write_seconds", b"disk_write_seconds", "estimated_seconds_left", b"estimated_seconds_left", "wire", b"wire", "written", b"written"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_disk_free_bytes", b"_disk_free_bytes", "_estimated_seconds_left", b"_estimated_seconds_left", "alike", b"alike", "amendments", b"amendments", "backups", b"backups", "committed_round", b"committed_round", "counted", b"counted", "data", b"data", "differing", b"differing", "digests_agree", b"digests_agree", "disk_free_bytes", b"disk_free_bytes", "elapsed_seconds", b"elapsed_seconds", "estimated_seconds_left", b"estimated_seconds_left", "has_own_loss", b"has_own_loss", "held_out_bytes_per_token", b"held_out_bytes_per_token", "held_out_losses", b"held_out_losses", "inner_steps", b"inner_steps", "is_disk_low", b"is_disk_low", "is_without_backup", b"is_without_backup", "min_nodes", b"min_nodes", "num_parameters", b"num_parameters", "open_round", b"open_round", "outer_digest", b"outer_digest", "outer_digest_round", b"outer_digest_round", "paused", b"paused", "phase", b"phase", "reason", b"reason", "relay", b"relay", "rounds_in_reach", b"rounds_in_reach", "run_digest", b"run_digest", "run_name", b"run_name", "swarm_id", b"swarm_id", "token_clock", b"token_clock", "total_rounds", b"total_rounds", "uptime_seconds", b"uptime_seconds", "went_back", b"went_back", "wire", b"wire", "written", b"written", "written_rounds", b"written_rounds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_disk_free_bytes", b"_disk_free_bytes", "_disk_write_seconds", b"_disk_write_seconds", "_estimated_seconds_left", b"_estimated_seconds_left", "alike", b"alike", "amendments", b"amendments", "backups", b"backups", "committed_round", b"committed_round", "counted", b"counted", "data", b"data", "differing", b"differing", "digests_agree", b"digests_agree", "disk_free_bytes", b"disk_free_bytes", "disk_write_seconds", b"disk_write_seconds", "elapsed_seconds", b"elapsed_seconds", "estimated_seconds_left", b"estimated_seconds_left", "has_own_loss", b"has_own_loss", "held_out_bytes_per_token", b"held_out_bytes_per_token", "held_out_losses", b"held_out_losses", "inner_steps", b"inner_steps", "is_disk_low", b"is_disk_low", "is_disk_slow", b"is_disk_slow", "is_without_backup", b"is_without_backup", "min_nodes", b"min_nodes", "num_parameters", b"num_parameters", "open_round", b"open_round", "outer_digest", b"outer_digest", "outer_digest_round", b"outer_digest_round", "paused", b"paused", "phase", b"phase", "reason", b"reason", "relay", b"relay", "rounds_in_reach", b"rounds_in_reach", "run_digest", b"run_digest", "run_name", b"run_name", "swarm_id", b"swarm_id", "token_clock", b"token_clock", "total_rounds", b"total_rounds", "uptime_seconds", b"uptime_seconds", "went_back", b"went_back", "wire", b"wire", "written", b"written", "written_rounds", b"written_rounds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__disk_free_bytes: _TypeAlias = _typing.Literal["disk_free_bytes"]  # noqa: Y015
     _WhichOneofArgType__disk_free_bytes: _TypeAlias = _typing.Literal["_disk_free_bytes", b"_disk_free_bytes"]  # noqa: Y015
+    _WhichOneofReturnType__disk_write_seconds: _TypeAlias = _typing.Literal["disk_write_seconds"]  # noqa: Y015
+    _WhichOneofArgType__disk_write_seconds: _TypeAlias = _typing.Literal["_disk_write_seconds", b"_disk_write_seconds"]  # noqa: Y015
     _WhichOneofReturnType__estimated_seconds_left: _TypeAlias = _typing.Literal["estimated_seconds_left"]  # noqa: Y015
     _WhichOneofArgType__estimated_seconds_left: _TypeAlias = _typing.Literal["_estimated_seconds_left", b"_estimated_seconds_left"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__disk_free_bytes) -> _WhichOneofReturnType__disk_free_bytes | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__disk_write_seconds) -> _WhichOneofReturnType__disk_write_seconds | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__estimated_seconds_left) -> _WhichOneofReturnType__estimated_seconds_left | None: ...
 

@@ -19,6 +19,7 @@ from protocol.wire.rounds import (
     PeerAddress,
     RoundSpan,
 )
+from protocol.wire.versions import MERGE
 
 SHORT_WORDS, LONG_WORDS = 64, 256
 """Characters of a text for people that a coordinator takes: of an activity, a mesh; of a wait, a goodbye."""
@@ -142,6 +143,7 @@ class Announcement(Declaration):
     num_ranks: int
     version: str
     process_id: int = 0  # what another process of the node held in memory is gone
+    merge_version: int = MERGE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,14 +8,13 @@ import pytest
 from structlog.testing import capture_logs
 
 from coordinator.authority_key import encrypted, refuse_damaged
-from coordinator.database import (
+from coordinator.database import DATABASE_NAME
+from coordinator.disk import (
     AGAIN,
-    DATABASE_NAME,
     LEAST_BYTES,
     SLOW_SECONDS,
     SLOW_TOLD_AGAIN_SECONDS,
-    Database,
-    DiskRoom,
+    Disk,
     Room,
 )
 from protocol.errors import BadDataError
@@ -69,15 +68,15 @@ def test_room_for_two_databases_is_wanted_and_never_less_than_the_least(tmp_path
 def test_the_log_tells_once_until_there_is_clearly_enough_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    room, told = DiskRoom(tmp_path), []
+    disk_of, told = Disk(tmp_path, now=lambda: 0.0), []
     looks = (2.0, 0.9, 1.1, 0.9, AGAIN, 1.1, 0.5)  # of what is wanted
     for free in looks:
         disk = SimpleNamespace(f_bavail=int(free * LEAST_BYTES), f_frsize=1)
         monkeypatch.setattr("os.statvfs", lambda path, disk=disk: disk)
         with capture_logs() as logged:
-            room.look()
+            disk_of.look()
         run = pb.RunStatus()
-        room.add_to(run)
+        disk_of.add_to(run)
         assert run.disk_free_bytes == disk.f_bavail
         told.append((run.is_disk_low, [line["event"] for line in logged]))
     low, is_said = zip(*told, strict=True)
@@ -87,23 +86,36 @@ def test_the_log_tells_once_until_there_is_clearly_enough_again(
 
 
 def test_a_folder_that_cannot_be_looked_at_is_not_told_of(tmp_path: Path) -> None:
-    room, run = DiskRoom(tmp_path / "gone"), pb.RunStatus()
-    room.look()
-    room.add_to(run)
+    disk, run = Disk(tmp_path / "gone", now=lambda: 0.0), pb.RunStatus()
+    disk.look()
+    disk.add_to(run)
     assert not run.HasField("disk_free_bytes") and not run.is_disk_low
 
 
-def test_a_disk_that_takes_seconds_for_a_write_is_told_once_in_a_while(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_disk_that_takes_seconds_for_a_write_is_told_once_in_a_while(tmp_path: Path) -> None:
     again = SLOW_TOLD_AGAIN_SECONDS
-    writes = [(0, 0.1), (1, SLOW_SECONDS), (4, SLOW_SECONDS), (again, SLOW_SECONDS + 3)]
-    clock = iter([time for start, seconds in writes for time in (start, start + seconds)])
-    monkeypatch.setattr("coordinator.database.monotonic", lambda: next(clock))
-    database, told = Database.in_memory(), []
-    for _ in writes:
-        with capture_logs() as logged, database.writing():
-            pass
+    writes = [(0.0, 0.1), (1.0, SLOW_SECONDS), (4.0, SLOW_SECONDS), (1.0 + again, SLOW_SECONDS)]
+    now, told = 0.0, []
+    disk = Disk(tmp_path, now=lambda: now)
+    for at, seconds in writes:
+        now = at
+        with capture_logs() as logged:
+            disk.note_write(seconds)
         told.append([line["event"] for line in logged])
     slow = ["the disk is slow, and rounds wait for it"]
     assert told == [[], slow, [], slow]
+
+
+def test_the_run_owner_is_told_of_the_slowest_write_until_it_is_long_ago(tmp_path: Path) -> None:
+    now, told = 0.0, []
+    disk = Disk(tmp_path, now=lambda: now)
+    assert disk.slowest_write_seconds is None
+    for at, seconds in ((0.0, 0.1), (10.0, 3.0), (20.0, 0.2), (30.0, 0.1)):
+        now = at
+        disk.note_write(seconds)
+    for later in (31.0, 10.0 + SLOW_TOLD_AGAIN_SECONDS, 11.0 + SLOW_TOLD_AGAIN_SECONDS, 5000.0):
+        now = later
+        run = pb.RunStatus()
+        disk.add_to(run)
+        told.append((run.disk_write_seconds, run.is_disk_slow))
+    assert told == [(3.0, True), (3.0, True), (0.2, False), (0.0, False)]

@@ -2,10 +2,13 @@
 
 import asyncio
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
 
+from node.exchange.auditing import PAUSE_SECONDS, Inputs
 from protocol.wire.messages import (
     Applied,
     Draining,
@@ -100,6 +103,36 @@ async def test_a_draining_node_that_is_asked_again_leaves_at_once() -> None:
         await asyncio.sleep(1)
         assert life.daemon.drain(0)
         assert await ended(life, within=1.5) == "stopped by its owner, before the commit of round 1"
+
+
+@in_virtual_time
+async def test_a_node_stopped_between_rounds_gives_auditors_first_what_its_results_were_made_of() -> (
+    None
+):
+    """What goes with it nobody can make again: the run would go back, for everybody."""
+    async with Life() as life:
+        plan = await life.opened(1, seconds=60)
+        life.link.say(RoundCommitted(commit=life.commit(plan)))
+        await asyncio.sleep(1)
+        audits = life.daemon._exchange.audits
+        audits._kept[1] = cast("Inputs", SimpleNamespace(contributions={0: {}}))
+        audits._kept_at = began = asyncio.get_running_loop().time()
+        assert life.daemon.drain(30)
+        await asyncio.sleep(PAUSE_SECONDS - 1)
+        audits.note_asked()
+        assert await ended(life, within=30) == "stopped by its owner, after the commit of round 1"
+        took = asyncio.get_running_loop().time() - began
+        assert 2 * PAUSE_SECONDS - 1 <= took < 2 * PAUSE_SECONDS + 3
+
+
+@in_virtual_time
+async def test_a_node_whose_results_were_looked_at_long_ago_leaves_at_once() -> None:
+    async with Life() as life:
+        audits = life.daemon._exchange.audits
+        audits._kept[1] = cast("Inputs", SimpleNamespace(contributions={0: {}}))
+        audits._kept_at = asyncio.get_running_loop().time()
+        await asyncio.sleep(PAUSE_SECONDS)
+        assert not life.daemon.drain(30)
 
 
 @in_virtual_time

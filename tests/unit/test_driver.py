@@ -320,6 +320,24 @@ def refused() -> None:
     raise SystemRefusedError("the disk is full")
 
 
+async def test_how_long_a_change_took_is_told_by_a_clock_that_stands_still_in_a_stopped_process() -> (
+    None
+):
+    """Else a coordinator that was stopped for a minute would find fault with its disk."""
+    driver = new_driver()
+    heard: list[float] = []
+    driver.on_write = heard.append
+    clock = driver.clock
+    assert isinstance(clock, HandClock)
+
+    def takes_seconds() -> None:
+        clock.time += 4.0
+
+    await driver.write(takes_seconds)
+    await driver.write(lambda: None)
+    assert heard == [4.0, 0.0]
+
+
 async def test_a_change_that_the_disk_takes_waits_for_the_batch_before_it_and_outlives_its_caller() -> (
     None
 ):

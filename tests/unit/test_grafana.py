@@ -95,6 +95,7 @@ HOLDS = {
     "atoll_backup_failures": "0x3000",
     "atoll_backup_abandoned": "0x3000",
     "atoll_disk_low": "0x3000",
+    "atoll_disk_write_seconds": "0.1x3000",
     'atoll_node_time_share{node="node-1",part="waiting"}': "0.2x3000",
     'atoll_node_late_work_let_go_rounds_total{node="node-1"}': "0x3000",
 }
@@ -215,6 +216,7 @@ CASES: list[tuple[str, dict[str, str | None], int, dict[str, dict[str, str]]]] =
         {"AtollNeverBackedUp": {}},
     ),
     ("the disk is low", {"atoll_disk_low": "1x3000"}, 1, {"AtollDiskLow": {}}),
+    ("the disk is slow", {"atoll_disk_write_seconds": "4x3000"}, 1, {"AtollDiskSlow": {}}),
     ("work is let go", {LET_GO: "0x60 3x3000"}, 70, {"AtollWorkLetGo": NODE}),
     (
         "a finished run asks for nothing",

@@ -112,8 +112,18 @@ def test_a_run_that_waits_for_its_owner_and_a_disk_that_does_can_ring() -> None:
             s.name: s.value for s in samples if s.name.startswith(("atoll_disk", "atoll_run_p"))
         }
 
-    paused = pb.RunStatus(paused="paused by the coordinator", disk_free_bytes=5, is_disk_low=True)
-    assert told(paused) == {"atoll_run_paused": 1, "atoll_disk_free_bytes": 5, "atoll_disk_low": 1}
+    paused = pb.RunStatus(
+        paused="paused by the coordinator",
+        disk_free_bytes=5,
+        is_disk_low=True,
+        disk_write_seconds=0.5,
+    )
+    assert told(paused) == {
+        "atoll_run_paused": 1,
+        "atoll_disk_free_bytes": 5,
+        "atoll_disk_low": 1,
+        "atoll_disk_write_seconds": 0.5,
+    }
     assert told(pb.RunStatus()) == {"atoll_run_paused": 0}
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import get_args
 
 import blake3
 import numpy as np
@@ -17,8 +18,10 @@ from node.exchange.reduction import (
     Sender,
 )
 from node.exchange.screening import COUNTED_ROUNDS, bounded_weights, missed_in_a_row
+from protocol.run.run_spec import Merge
 from protocol.wire.payload import Payload
 from protocol.wire.rounds import BLOCK, WHOLE, Commit, Contributor, Digest, NodeId, SliceOutcome
+from protocol.wire.versions import MERGE
 from tests.unit.exchange_scene import (
     RUN,
     TOKENS,
@@ -28,6 +31,7 @@ from tests.unit.exchange_scene import (
     contribution_of,
     plan_for,
 )
+from tests.unit.golden.golden_file import matches_golden
 
 PLAN = plan_for(A, B, C)
 FP32 = codec_named("fp32")
@@ -113,6 +117,49 @@ def test_the_merge_is_the_runs() -> None:
     assert reduced is not None
     merged = FP32.decode(reduced.payload.body, BLOCK)
     assert merged[0] == merged[1] == pytest.approx(4 / 3 * 2**0.5)
+
+
+FIVE = tuple(NodeId(letter * 32) for letter in "abcde")
+
+
+@pytest.mark.parametrize("merge", get_args(Merge))
+def test_what_a_reducer_makes_of_contributions_is_of_this_version_of_the_arithmetic(
+    merge: Merge,
+) -> None:
+    """Another result of the same bytes is another version: raise protocol.wire.versions.MERGE with it.
+
+    Else a reducer and an auditor of two releases would convict each other. One of five contributions is far
+    too long, one points the other way, and one is of less work.
+    """
+    plan = plan_for(*FIVE)
+    turn = ((np.arange(BLOCK) * 37 % 101 - 50) / 64).astype(np.float32)  # exact on any machine
+    given = [
+        contribution_of(
+            (scale * np.roll(turn, place)).astype("<f4").tobytes(), sender_id=node, tokens=tokens
+        )
+        for place, (node, scale, tokens) in enumerate(
+            zip(FIVE, (1.0, 1.1, 40.0, -0.9, 1.2), (8, 8, 8, 8, 3), strict=True)
+        )
+    ]
+    reduction = Reduction(
+        plan=plan,
+        slice=plan.slices[0],
+        contributions={payload.header.sender_id: payload for payload in given},
+        late=frozenset(),
+        uplink=FP32,
+        context=1,
+    )
+    reduced = reduction.result(
+        downlink=codec_named("int4"),
+        sender=BY_A,
+        by=Merging(merge=merge, centre=(turn * np.float32(0.8)).astype(np.float32)),
+        carried=np.linspace(0, 0.25, BLOCK, dtype=np.float32),
+        wants_error=True,
+    )
+    assert reduced is not None and reduced.error is not None
+    told = repr((MERGE, reduced.made_of.factors, reduced.weighed_tokens)).encode()
+    body = reduced.payload.body + reduced.error.astype("<f4").tobytes()
+    assert matches_golden(f"merge-{MERGE}-{merge}", blake3.blake3(told + body).digest())
 
 
 def test_late_work_counts_in_a_later_mean_and_not_twice_by_its_absence() -> None:

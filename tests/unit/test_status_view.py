@@ -444,6 +444,15 @@ def test_a_disk_that_is_nearly_full_is_the_first_that_the_run_owner_reads() -> N
     assert what_people_wait_for(full) != what_people_wait_for(roomy)
 
 
+def test_a_disk_that_all_nodes_wait_for_is_told_to_the_run_owner() -> None:
+    quick = a_status(disk_write_seconds=0.3)
+    assert "disk" not in drawn(quick) + summary_line(quick)
+    slow = a_status(disk_write_seconds=4.0, is_disk_slow=True)
+    assert "the coordinator's disk is slow: a write took 4.0 s" in drawn(slow)
+    assert "all nodes wait for each" in summary_line(slow)
+    assert what_people_wait_for(slow) != what_people_wait_for(quick)
+
+
 def test_what_a_node_carried_for_others_is_shown_where_it_is_something() -> None:
     one = a_node("node-1")
     assert "carried" not in node_details(one, a_status(one))

@@ -17,6 +17,7 @@ from coordinator.swarm.weighing import common_corpus
 from protocol.errors import ProtocolMismatchError, SessionEndedError
 from protocol.wire.messages import CommitsWanted, ParticipantsDeparted, RefetchAsked, RoundOpened
 from protocol.wire.rounds import NodeId
+from protocol.wire.versions import MERGE
 from tests.unit.swarm_scene import CORPUS, INITIAL, LAYOUT, Scene, asked_of, digest_of, of_kind
 
 WRONG = digest_of("wrong")
@@ -73,6 +74,17 @@ def test_nothing_of_the_run_is_learnt_from_who_is_first_or_alone(name: str) -> N
         scene.attach("node-a", "node-b")
         scene.leave("node-a")
         scene.leave("node-b")
+
+
+def test_a_release_that_merges_otherwise_is_refused_and_convicts_nobody() -> None:
+    scene = Scene()
+    for merges in (0, MERGE):  # the first releases tell none
+        scene.attach(f"node-{merges}", merge_version=merges)
+    with pytest.raises(
+        ProtocolMismatchError, match=f"merges by version {MERGE + 1} of the ari"
+    ) as error:
+        scene.attach("later", merge_version=MERGE + 1)
+    assert "install the coordinator's version of Atoll" in str(error.value)
 
 
 def test_a_node_with_another_corpus_takes_part() -> None:
