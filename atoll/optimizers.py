@@ -72,6 +72,19 @@ class Optimizers:
         groups = [group for each in self._all() for group in each.param_groups]
         return [float(group["lr"]) for group in groups if "lr" in group]
 
+    @property
+    def are_given(self) -> bool:
+        """Whether `join` was told of any."""
+        return bool(self._given)
+
+    def keep_any_of(self, weights: Iterable[Tensor]) -> bool:
+        """Whether some state has values for each value of a weight, as moments are."""
+        return any(
+            value.shape == weight.shape and value.ndim > 0
+            for weight in weights
+            for _, value in self._state_of(weight)
+        )
+
     def step_matrices_at(self, rate: float, weights: Iterable[Tensor]) -> bool:
         """Whether most of the matrices among the weights are stepped at this rate, and not by Muon."""
         stepped = {

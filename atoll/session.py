@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import nn
 
+from atoll import hints
 from atoll.child import ChildNode
 from atoll.connection import VERSION, Connection, Message
 from atoll.errors import ConnectionLostError, ModelMismatchError, NoNodeError, SwarmError
@@ -98,6 +99,7 @@ class Session:
         self._early: EarlyCopies | None = None  # until the first round is trained
         self._has_told_wait = False  # since it trained last
         self._has_told_rate = False  # that one was taken for what Muon trains
+        self._begins_anew = False  # the optimizer has no moments yet
 
     @property
     def has_come_in(self) -> bool:
@@ -145,8 +147,8 @@ class Session:
             return
         self._optimizers.train()
         assert self._weights is not None  # others, where the loop has come back
-        if were_flat is not None:
-            self._tell_what_was_trained(self._weights.flat() - were_flat)
+        if were_flat is not None and (flattened := self._weights.flat() - were_flat):
+            self._tell([hints.trained_before(min(flattened))])
         watch.given(self._weights.bits(), own if self.is_replaced else None)
 
     def _carry_out_all(self, answer: Message | None) -> None:
@@ -210,6 +212,9 @@ class Session:
         self._watch.took_a_step(is_first=is_first, counts=counts)
         if is_first and not self._has_told_rate:
             self._has_told_rate = self._tell_rate_of_matrices(training)
+        if is_first and self._begins_anew:
+            self._begins_anew = False
+            self._tell_of_new_moments(training)
 
     def look_for_change(self, training: Training) -> None:
         """At a step that all ranks have come to. Raises ModelMismatchError where too many change nothing."""
@@ -262,35 +267,10 @@ class Session:
                 f"{self._wait_seconds:g} s for one: atoll node start --loop --dir {self._folder}",
             )
 
-    def _tell_what_stays(self, besides: str) -> None:
-        if besides and self._ranks.rank == 0:
-            self.log.tell(
-                logging.WARNING,
-                f"the optimizer also steps {besides}, which the model that joined does not have: it is not "
-                "exchanged, and each node goes on with its own. To share it, make it a part of that model, "
-                "and the run of both",
-            )
-
-    def _tell_what_was_trained(self, flattened: set[str]) -> None:
-        """Says that weights were trained before `join`, where the run's that replace them never were."""
-        if flattened and self._ranks.rank == 0:
-            self.log.tell(
-                logging.WARNING,
-                "the run begins with new weights, which have replaced trained ones in this loop: the values "
-                f"of {min(flattened)} are all the same in the run, and were not here. To begin with the "
-                "loop's, make a run whose function loads them, or save them as a folder of transformers and "
-                "make it by 'atoll init NEWDIR --from FOLDER'",
-            )
-
     def _tell_of_early_averages(self, weights: Weights) -> None:
         early, self._early = self._early, None
         if early is not None and early.are_averages(weights):
-            self._tell(
-                [
-                    "an average of this model was made before join, which has replaced the weights that it "
-                    "began with: it holds on to them. Make it after join, or copy the model's into it there"
-                ]
-            )
+            self._tell([hints.EARLY_AVERAGE])
 
     def _tell_rate_of_matrices(self, training: Training) -> bool:
         """Says, if so, that a rate was taken for matrices that the run means for what Muon leaves out."""
@@ -299,15 +279,15 @@ class Session:
         weights = tensors_of(self._model, self._weights.places).values()
         if rate is None or muon is None or not self._optimizers.step_matrices_at(rate, weights):
             return False
-        if self._ranks.rank == 0:
-            self.log.tell(
-                logging.WARNING,
-                "this loop trains matrices at swarm.learning_rate, which a run with Muon has for all but the "
-                f"matrices: at its peak {training.rates[ADAMW_RATE]:g}, and Muon's {muon:g}. For "
-                "AdamW it is about five times too much: take swarm.muon_learning_rate, or make the run with "
-                "--optimizer adamw",
-            )
+        self._tell([hints.rate_of_matrices(training.rates[ADAMW_RATE], muon=muon)])
         return True
+
+    def _tell_of_new_moments(self, training: Training) -> None:
+        """Says, if so, that a loop has come into a run in progress with an optimizer that begins anew."""
+        assert self._weights is not None
+        weights = tensors_of(self._model, self._weights.places).values()
+        if training.round > 1 and self._optimizers.keep_any_of(weights):
+            self._tell([hints.new_moments(training.round)])
 
     def _tell(self, advice: Sequence[str]) -> None:
         if self._ranks.rank == 0:
@@ -460,7 +440,8 @@ class Session:
                 self._software = software_of(self._model, welcome["frozen_values"])
             self._optimizers.check(self._model, places)
             if is_first:
-                self._tell_what_stays(self._optimizers.stepped_besides(self._model))
+                if besides := self._optimizers.stepped_besides(self._model):
+                    self._tell([hints.stays(besides)])
                 self._begin_to_watch(places)
         except ModelMismatchError as error:
             connection.say({"kind": "refuses", "why": error.what[:1000]})
@@ -506,6 +487,7 @@ class Session:
         )
         self._statistics.refuse_if_untold()
         self._optimizers.find_copies(weights)  # of a state that was loaded
+        self._begins_anew = self._optimizers.are_given and not self._optimizers.keep_any_of(weights)
         self._watch = Watch(
             self._model,
             places=places,

@@ -326,19 +326,20 @@ def _answered_model(wanted: "Wanted", model: str) -> "Wanted":
             "rank of adapters, or 0 to train all of it", default=0, type=click.IntRange(0, 4096)
         )
     data = click.prompt(
-        "data: a folder of 'atoll data prepare', text files, or 'private' for each node's own [Python's "
-        "own source]",
+        "data: a folder of 'atoll data prepare', text files, 'private' for each node's own, or 'loop' for "
+        "what training loops bring [Python's own source]",
         default="",
         show_default=False,
     )
-    is_private = data.strip() == "private"
+    is_private, is_loop = data.strip() == "private", data.strip() == "loop"
     return replace(
         wanted,
         model=None if is_folder else model,
         source=Path(model) if is_folder else None,
         lora=rank or None,
-        data=() if is_private else tuple(map(_at_home, data.split())),
+        data=() if is_private or is_loop else tuple(map(_at_home, data.split())),
         private=is_private,
+        loop=is_loop,
     )
 
 
@@ -346,17 +347,20 @@ def _answered_function(wanted: "Wanted", function: str) -> "Wanted":
     folder = click.prompt(
         "the folder of its code [it is installed]", default="", show_default=False
     )
-    data = click.prompt("data: module:function, or a folder of 'atoll data prepare'")
-    is_function = ":" in data
+    data = click.prompt(
+        "data: module:function, a folder of 'atoll data prepare', or 'loop' for what training loops bring"
+    )
+    is_function, is_loop = ":" in data, data.strip() == "loop"
     context = wanted.context
-    if not is_function and context is None:
+    if not (is_function or is_loop) and context is None:
         context = click.prompt("tokens of a sample", default=512, type=click.IntRange(8))
     return replace(
         wanted,
         function=function,
         source=Path(_at_home(folder)) if folder else None,
-        data=() if is_function else tuple(map(_at_home, data.split())),
+        data=() if is_function or is_loop else tuple(map(_at_home, data.split())),
         data_function=data if is_function else None,
+        loop=is_loop,
         context=context,
     )
 

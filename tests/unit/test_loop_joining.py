@@ -315,6 +315,46 @@ async def test_a_loop_that_takes_the_rate_beside_muon_for_matrices_is_told_once(
     assert all("at its peak 0.05, and Muon's 0.012" in each for each in told)
 
 
+@pytest.mark.parametrize(
+    ("joins_in", "by", "is_told"),
+    [
+        (5, "adamw", True),
+        (5, "adamw with its state", False),
+        (5, "sgd", False),
+        (1, "adamw", False),
+    ],
+)
+async def test_a_loop_whose_optimizer_begins_anew_in_a_run_in_progress_is_told_so(
+    joins_in: int, by: str, is_told: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    spec = small_spec()
+    async with scene(tmp_path, spec) as one:
+        model = Decoder(spec.decoder)
+        kind = torch.optim.SGD if by == "sgd" else torch.optim.AdamW
+        optimizer = kind(model.parameters(), lr=1e-3)
+
+        def step() -> None:
+            for parameter in model.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+
+        if "state" in by:
+            step()
+
+        def train(swarm: atoll.Swarm) -> None:
+            while not swarm.is_over:
+                step()
+                swarm.step(tokens=1)
+
+        thread = await one.joined(train, model=model, optimizer=optimizer)
+        await one.train(work(joins_in))
+        await one.train(work(joins_in + 1))
+        await one.stops(thread)
+    told = [each for each in caplog.messages if "this loop's optimizer begins anew" in each]
+    assert len(told) == is_told
+    assert all("the run is in round 5" in each for each in told)
+
+
 async def test_a_process_that_a_loop_has_forked_does_not_keep_it_alive(tmp_path: Path) -> None:
     async with scene(tmp_path) as one:
         connection = await asyncio.to_thread(come_in_bare, one)

@@ -584,6 +584,15 @@ def test_a_terminal_asks_for_what_goes_with_the_model_that_is_named(
     assert (wanted.source, wanted.num_nodes, wanted.link) == (EXAMPLES, 3, "100mbit")
     wanted = answered("lm:model", "", "tokens", "64", "", "")
     assert (wanted.source, wanted.data, wanted.context) == (None, ("tokens",), 64)
+    wanted = answered("gan:model", "", "loop", "", "")
+    assert (wanted.function, wanted.loop, wanted.data, wanted.context) == (
+        "gan:model",
+        True,
+        (),
+        None,
+    )
+    wanted = answered("3m", "loop", "", "")
+    assert (wanted.model, wanted.loop, wanted.data) == ("3m", True, ())
     monkeypatch.setenv("HOME", str(llama.parent))
     wanted = answered("~/llama", "", "~/tokens", "", "")
     assert (wanted.source, wanted.data) == (llama, (str(llama.parent / "tokens"),)), (

@@ -1,0 +1,48 @@
+"""What a loop is told of what works, and less well than it could, or otherwise than its owner may think.
+
+When one holds is found out by atoll.session, and for what happens in a round by atoll.watch.
+"""
+
+EARLY_AVERAGE = (
+    "an average of this model was made before join, which has replaced the weights that it "
+    "began with: it holds on to them. Make it after join, or copy the model's into it there"
+)
+
+
+def stays(besides: str) -> str:
+    """That an optimizer steps what is no part of the model that joined."""
+    return (
+        f"the optimizer also steps {besides}, which the model that joined does not have: it is not "
+        "exchanged, and each node goes on with its own. To share it, make it a part of that model, "
+        "and the run of both"
+    )
+
+
+def trained_before(name: str) -> str:
+    """That weights were trained before `join`, where the run's that replace them never were."""
+    return (
+        "the run begins with new weights, which have replaced trained ones in this loop: the values "
+        f"of {name} are all the same in the run, and were not here. To begin with the "
+        "loop's, make a run whose function loads them, or save them as a folder of transformers and "
+        "make it by 'atoll init NEWDIR --from FOLDER'"
+    )
+
+
+def rate_of_matrices(rate: float, *, muon: float) -> str:
+    """That matrices are trained at the rate that the run means for what Muon leaves out."""
+    return (
+        "this loop trains matrices at swarm.learning_rate, which a run with Muon has for all but the "
+        f"matrices: at its peak {rate:g}, and Muon's {muon:g}. For "
+        "AdamW it is about five times too much: take swarm.muon_learning_rate, or make the run with "
+        "--optimizer adamw"
+    )
+
+
+def new_moments(round: int) -> str:
+    """That a loop has come into a run in progress with an optimizer that begins anew."""
+    return (
+        f"the run is in round {round}, and this loop's optimizer begins anew: its first "
+        "steps go further than those of others, and the swarm may leave them out. Load its "
+        "state_dict() before join, if an earlier start has saved it, or let its learning rate "
+        "rise over some dozen steps"
+    )
