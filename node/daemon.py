@@ -311,27 +311,31 @@ class Daemon:
             why = f"the node was stopped by an error: {error}"
             raise
         finally:
-            self._is_ending = True
-            if self._patience is not None:
-                self._patience.cancel()
-            for task in tasks:
-                if not task.cancelling():  # a second time would break off what it is ending
-                    task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            await self._session.leave(goodbye)
-            await self._exchange.stop()
-            faults = await asyncio.gather(
-                self._transport.stop(),
-                self._island.stop(why or f"the node was {goodbye}"),
-                self._duties.saves.at_end(),
-                return_exceptions=True,
-            )
-            for fault in faults:
-                if isinstance(fault, AtollError):
-                    log.error("not stopped cleanly", why=str(fault))
-                elif isinstance(fault, BaseException):
-                    log.error("not stopped cleanly", exc_info=fault)
-            self._unsaved = faults[-1] if isinstance(faults[-1], AtollError) else None
+            await self._leave(tasks, goodbye=goodbye, why=why or f"the node was {goodbye}")
+
+    async def _leave(self, tasks: Sequence[asyncio.Task[Any]], *, goodbye: str, why: str) -> None:
+        """Ends all that runs, each whatever becomes of the others; the disk gets what is held last."""
+        self._is_ending = True
+        if self._patience is not None:
+            self._patience.cancel()
+        for task in tasks:
+            if not task.cancelling():  # a second time would break off what it is ending
+                task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._session.leave(goodbye)
+        await self._exchange.stop()
+        faults = await asyncio.gather(
+            self._transport.stop(),
+            self._island.stop(why),
+            self._duties.saves.at_end(),
+            return_exceptions=True,
+        )
+        for fault in faults:
+            if isinstance(fault, AtollError):
+                log.error("not stopped cleanly", why=str(fault))
+            elif isinstance(fault, BaseException):
+                log.error("not stopped cleanly", exc_info=fault)
+        self._unsaved = faults[-1] if isinstance(faults[-1], AtollError) else None
 
     async def _bring_ranks_up(self) -> None:
         """Starts the ranks. A node that was here before takes part meanwhile, and trains once they are up.

@@ -14,15 +14,21 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
 
-from benchmarks.codec.pseudo_gradients import demo_pseudo_gradients
+from benchmarks.learning.data_parallel import demo_spec
 from benchmarks.measurement import Rows, add_results, machine, parser_of
+from lab.simulation.inline_island import lone_work, unseen
 from node.exchange.codecs.codec import Codec, Tiles
 from node.exchange.codecs.deflate import deflated
 from node.exchange.codecs.registry import KINDS, codec_named, compile_kernels
+from node.island.data.dataset import read_corpus
+from node.island.models.first_weights import initial_parameters
+from node.island.parallel.mesh import Mesh
+from node.island.training.trainer import Trainer
 from node.outer_state import Vector
 from protocol.wire.payload import CONTRIBUTION, Payload
 from protocol.wire.rounds import Digest, NodeId
@@ -156,6 +162,31 @@ def naive_top_k(values: Vector, k: int) -> object:
     """The usual way: torch.topk over the magnitudes of each chunk."""
     chunks = torch.from_numpy(values[: values.size // CHUNK * CHUNK]).view(-1, CHUNK)
     return torch.topk(chunks.abs(), k, dim=1)
+
+
+def demo_pseudo_gradients(*, rounds: int) -> list[Vector]:
+    """Those of the demo's first rounds [all elements], in canonical order.
+
+    One node in this process, without an exchange: the next round starts from the weights that the last one
+    ended with, and a pseudo-gradient is the difference of the two.
+    """
+    spec = demo_spec(seed=0, rounds=rounds, num_nodes=1, codec="fp32")
+    corpus = read_corpus(
+        spec.data, context=spec.model.context, batch=spec.inner.batch, folder=Path.cwd()
+    )
+    trainer = Trainer(
+        spec=spec, corpus=corpus, device=torch.device("cpu"), mesh=Mesh(), clock=time.monotonic
+    )
+    parameters = initial_parameters(spec)
+    pseudo_gradients = []
+    for training_round in range(spec.run.rounds):
+        trainer.adopt(parameters)
+        trainer.train(lone_work(spec, spec.inner.steps, round=training_round + 1), unseen)
+        published = np.empty_like(parameters)
+        trainer.publish(published, 0)
+        pseudo_gradients.append(parameters - published)
+        parameters = published
+    return pseudo_gradients
 
 
 def main() -> None:

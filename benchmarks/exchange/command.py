@@ -6,7 +6,7 @@
                                   [--keep-window 0 1] [--congestion-control bbr] [--plain]
     python -m benchmarks.exchange --report docs/results/exchange-nodes.jsonl [--figure FILE.svg]
 
-Each node is a process of its own (exchange_node.py) in a host of the network lab: real exchange,
+Each node is a process of its own (benchmarks/exchange/node.py) in a host of the network lab: real exchange,
 codecs and libp2p, with random pseudo-gradients in place of training. The coordinator's pure core
 makes the plans and decides the commits in this process; its messages go over pipes, so they cost
 nothing. A round lasts from the first node that begins to encode until the last one holds all

@@ -1,7 +1,7 @@
 """How a round opens: who takes part with how many inner steps, on which samples, who reduces what."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from coordinator.swarm.conviction import may_reduce, sitting_out_in_words
 from coordinator.swarm.deadlines import (
@@ -49,46 +49,51 @@ def least_elements_of_a_slice(num_elements: int, num_reducers: int, usual_elemen
     return max(least, num_elements // MOST_SLICES)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Party:
+    """Who takes part in a round, each in the order of their ids."""
+
+    ready: Sequence[Member]  # who train
+    helpers: Sequence[Member]
+    members: Sequence[Member]  # of both
+    sure: Sequence[Member]  # of these who may reduce
+    reducers: Sequence[Member]  # and who do
+    sitting_out: str  # in words, who could train and is not counted on
+
+
 def open_round(turn: Turn) -> None:
     """Opens the next round with all ready members that train, when there are enough of them."""
-    state = turn.state
-    rules = state.rules
+    state, rules = turn.state, turn.state.rules
     if _must_not_open(state) or state.outer_digest is None:
         return
-    available = available_members(state)
-    helpers = [member for member in available if member.is_helper]
-    ready = [member for member in available if not member.is_helper and not member.cannot_train]
-    if not ready or len(ready) < rules.min_nodes:
+    party = _party(state, turn.now)
+    if party is None:
         return
     number = state.committed_round + 1
-    out = sitting_out_in_words(ready, number)
-    ready = counted_on(ready, number, least=max(1, rules.min_nodes))
-    helpers = counted_on(helpers, number, least=1)
-    members = sorted((*ready, *helpers), key=lambda member: member.node_id)
-    on_trial = tuple(member.node_id for member in members if member.standing.is_on_trial)
-    sure = sorted((*_sure(ready), *_sure(helpers)), key=lambda member: member.node_id)
-    sure = [member for member in sure if may_reduce(member, number)] or sure
-    reducers = _reducers_of(state, sure, turn.now)
-    reducer_ids = frozenset(member.node_id for member in reducers)
-    reduces = [member.node_id in reducer_ids for member in members]
-    shares = reducer_shares(
-        [member.rates for member in members], reduces, [member.is_helper for member in members]
-    )
     fragment = number % len(rules.layout.fragment_elements)
-    assignments = _with_helpers(_assign(turn, ready), helpers)
-    ahead = _lease_ahead(turn, ready) if number < rules.total_rounds else ()
+    assignments = _with_helpers(_assign(turn, party.ready), party.helpers)
+    ahead = _lease_ahead(turn, party.ready) if number < rules.total_rounds else ()
     steps = [assignment.inner_steps for assignment in assignments if assignment.trains]
-    clock = _clock_told(state)
     places = rules.batch * rules.context * sum(steps)
-    clock_after = state.token_clock + expected_tokens(state, places)
+    clock, clock_after = _clock_told(state), state.token_clock + expected_tokens(state, places)
     deadlines = next_deadlines(state, assignments)
-    num_ready = "1 node is ready" if len(ready) == 1 else f"{len(ready)} nodes are ready"
-    num_ready += _reducers_in_words(sure, reducers) + shares_in_words(shares, reduces)
-    slices = _cut(
-        rules, fragment, reducers, [s for s, may in zip(shares, reduces, strict=True) if may]
-    )
+    slices, shares = _slices_of(rules, fragment, party)
     last_ways = state.last_closed.plan.ways if state.last_closed else ()
-    ways = ways_between(members, slices, last_ways)
+    ways = ways_between(party.members, slices, last_ways)
+    on_trial = tuple(m.node_id for m in party.members if m.standing.is_on_trial)
+    reason = (
+        "1 node is ready" if len(party.ready) == 1 else f"{len(party.ready)} nodes are ready",
+        _reducers_in_words(party.sure, party.reducers),
+        shares,
+        ways_in_words(party.members, slices, ways),
+        budgets_in_words(steps, rules),
+        capped_in_words(party.ready),
+        _trial_in_words(len(on_trial)),
+        party.sitting_out,
+        _expected_in_words(state, places),
+        schedule_in_words(rules, clock),
+        deadlines.reason,
+    )
     current = Round(
         number=number,
         fragment=fragment,
@@ -102,19 +107,11 @@ def open_round(turn: Turn) -> None:
         slices=tuple(SliceProgress(slice=part) for part in slices),
         token_clock=clock,
         round_tokens=max(0, clock_after - clock),
-        reason=num_ready
-        + ways_in_words(members, slices, ways)
-        + budgets_in_words(steps, rules)
-        + capped_in_words(ready)
-        + _trial_in_words(len(on_trial))
-        + out
-        + _expected_in_words(state, places)
-        + schedule_in_words(rules, clock)
-        + deadlines.reason,
+        reason="".join(reason),
         ahead=ahead,
         apply_seconds=deadlines.apply_seconds,
-        say=say_of(ready, number - 1, unchecked(state)),
-        usual_speeds=usual_speeds(ready),
+        say=say_of(party.ready, number - 1, unchecked(state)),
+        usual_speeds=usual_speeds(party.ready),
         on_trial=on_trial,
         later_session_id=state.next_session_id,
         num_rulings=len(state.rulings),
@@ -124,6 +121,47 @@ def open_round(turn: Turn) -> None:
     turn.has_new_state |= state.committed_round == 0  # the initial state, which no round led to
     plan = plan_of(current, turn.now)
     turn.act(Tell(message=RoundOpened(plan=plan), to=plan.participants))
+
+
+def _party(state: SwarmState, now: float) -> _Party | None:
+    """All that can train and are counted on, with helpers; None where too few are ready."""
+    number, min_nodes = state.committed_round + 1, state.rules.min_nodes
+    available = available_members(state)
+    helpers = [member for member in available if member.is_helper]
+    able = [member for member in available if not member.is_helper and not member.cannot_train]
+    if not able or len(able) < min_nodes:
+        return None
+    ready = counted_on(able, number, least=max(1, min_nodes))
+    helpers = counted_on(helpers, number, least=1)
+    sure = sorted((*_sure(ready), *_sure(helpers)), key=lambda member: member.node_id)
+    sure = [member for member in sure if may_reduce(member, number)] or sure
+    return _Party(
+        ready=ready,
+        helpers=helpers,
+        members=sorted((*ready, *helpers), key=lambda member: member.node_id),
+        sure=sure,
+        reducers=_reducers_of(state, sure, now),
+        sitting_out=sitting_out_in_words(able, number),
+    )
+
+
+def _slices_of(rules: Rules, fragment: int, party: _Party) -> tuple[tuple[Slice, ...], str]:
+    """The fragment's slices, by what its reducers' links carry, and their shares in words."""
+    reducer_ids = frozenset(member.node_id for member in party.reducers)
+    reduces = [member.node_id in reducer_ids for member in party.members]
+    shares = reducer_shares(
+        [member.rates for member in party.members],
+        reduces,
+        [member.is_helper for member in party.members],
+    )
+    num_elements, num_reducers = rules.layout.fragment_elements[fragment], len(party.reducers)
+    slices = cut_into_slices(
+        num_elements,
+        tuple(member.node_id for member in party.reducers),
+        tuple(share for share, may in zip(shares, reduces, strict=True) if may),
+        least_elements=least_elements_of_a_slice(num_elements, num_reducers, rules.slice_elements),
+    )
+    return slices, shares_in_words(shares, reduces)
 
 
 def _must_not_open(state: SwarmState) -> bool:
@@ -171,19 +209,6 @@ def _reducers_of(state: SwarmState, members: Sequence[Member], now: float) -> li
         return not member.is_helper, -weight.bit_length(), member.node_id
 
     return sorted(sorted(best, key=rank)[:MOST_REDUCERS], key=lambda m: m.node_id)
-
-
-def _cut(
-    rules: Rules, fragment: int, reducers: Sequence[Member], shares: Sequence[float]
-) -> tuple[Slice, ...]:
-    """The fragment's slices, by what each of its reducers has a share of."""
-    num_elements = rules.layout.fragment_elements[fragment]
-    return cut_into_slices(
-        num_elements,
-        tuple(member.node_id for member in reducers),
-        tuple(shares),
-        least_elements=least_elements_of_a_slice(num_elements, len(reducers), rules.slice_elements),
-    )
 
 
 def _reducers_in_words(sure: Sequence[Member], reducers: Sequence[Member]) -> str:

@@ -383,31 +383,17 @@ def close_round(turn: Turn) -> None:
     if not is_late and (undecided := _first_undecided(state, current)) is not None:
         turn.put_round(replace(current, undecided=undecided))
         return
-    commit = Commit(
-        round=current.number,
-        fragment=current.fragment,
-        base_digest=current.base_digest,
-        slices=tuple(_outcome(state, current, p, is_late=is_late) for p in current.slices),
-        incarnation=state.incarnation,
-        assignments=current.assignments,
-        without_tokens=_without_tokens(current),
-    )
     plan = plan_of(current, current.opened_at)
     stride = state.rules.stride_of(plan, current.trained)
-    if state.rules.bounds_results:
-        reducers = [progress.slice.reducer_id for progress in current.slices]
-        commit = bounded(state.norms, commit, stride, reducers)
-    if commit.is_void:  # the state does not change, so there is nothing to agree on
-        commit = replace(commit, outer_digest=current.base_digest)
+    commit = _commit_of(state, current, stride, is_late=is_late)
+    reasons = (_closing_reason(commit, is_late=is_late), audits_in_words(state))
     closed = ClosedRound(
         plan=plan,
         commit=commit,
         trained=current.trained,
         tokens=sum(commit.tokens.values()),
         seconds=turn.now - current.opened_at,
-        reason="; ".join(
-            filter(None, (_closing_reason(commit, is_late=is_late), audits_in_words(state)))
-        ),
+        reason="; ".join(filter(None, reasons)),
     )
     if state.errors_incarnation != state.incarnation:
         state = forget_errors(state)
@@ -443,6 +429,25 @@ def close_round(turn: Turn) -> None:
         for member in ready_members(turn.state):
             turn.put_member(replace(member, outer_round=current.number))
         end_round(turn, current.base_digest)
+
+
+def _commit_of(state: SwarmState, current: Round, stride: float, *, is_late: bool) -> Commit:
+    """What is decided of each slice, and how much of each result moves the state."""
+    commit = Commit(
+        round=current.number,
+        fragment=current.fragment,
+        base_digest=current.base_digest,
+        slices=tuple(_outcome(state, current, p, is_late=is_late) for p in current.slices),
+        incarnation=state.incarnation,
+        assignments=current.assignments,
+        without_tokens=_without_tokens(current),
+    )
+    if state.rules.bounds_results:
+        reducers = [progress.slice.reducer_id for progress in current.slices]
+        commit = bounded(state.norms, commit, stride, reducers)
+    if commit.is_void:  # the state does not change, so there is nothing to agree on
+        commit = replace(commit, outer_digest=current.base_digest)
+    return commit
 
 
 def awaited_appliers(state: SwarmState, current: Round) -> list[NodeId]:

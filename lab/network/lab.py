@@ -4,7 +4,7 @@
         server = lab.popen("one", [sys.executable, "-m", "http.server"])
         lab.cut("one", "other", one_way=True).firewall("other")
 
-Each host is a network namespace; a process of its own, network_switch.py, passes packets between
+Each host is a network namespace; a process of its own, switch.py, passes packets between
 them. Nothing here can reach anything outside, and nothing stays when the `with` block ends, or when
 the process that entered it dies. Needs root and /dev/net/tun.
 

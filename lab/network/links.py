@@ -1,6 +1,6 @@
 """A small internet as arithmetic: access links, cuts and firewalls, packet by packet.
 
-Time and randomness come in as arguments; sockets, devices and clocks are in network_switch.py. Every
+Time and randomness come in as arguments; sockets, devices and clocks are in switch.py. Every
 host has one access link, and all links meet in one place that is infinitely fast: a packet takes the
 sender's routers and uplink, meets cuts and the receiver's firewall and routers in the middle, and takes
 the receiver's downlink. It never goes in a circle, so one pass from uplinks to downlinks is exact,

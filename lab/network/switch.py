@@ -1,7 +1,7 @@
 """The process in the middle of the network lab: namespaces, their TUN devices, and packets between.
 
-It is started by network_lab.py and obeys it over a Unix socket, one JSON message at a time. Where
-packets go, and when, is decided in network_links.py. It is one process with one thread: `setns`
+It is started by lab.py and obeys it over a Unix socket, one JSON message at a time. Where
+packets go, and when, is decided in links.py. It is one process with one thread: `setns`
 moves a thread, and a slow switch must not slow what it measures. When the socket closes, however
 that comes, it kills what still runs in its namespaces and ends; the namespaces have no name, so
 nothing of them stays.

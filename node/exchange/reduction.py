@@ -84,6 +84,32 @@ class SliceResult:
         )
 
 
+def _add(values: Vector, owed: Vector, downlink: Codec) -> None:
+    def add(first: int, past: int) -> None:
+        np.add(values[first:past], owed[first:past], out=values[first:past])
+
+    downlink.tiles.each_run(values.size, add)
+
+
+def _encoded(
+    values: Vector, downlink: Codec, *, leaves_error: bool, rounds_error: bool
+) -> tuple[Opened, float]:
+    """The values encoded, and the norm of what that decodes to. Where wanted, its error stays in them."""
+    encoded = downlink.encoded(values)
+    squares = BlockSums(values.size)
+
+    def leave_rounded_away(start: int, decoded: Vector) -> None:
+        squares.take(start, decoded)
+        if leaves_error:
+            tile = values[start : start + decoded.size]
+            np.subtract(tile, decoded, out=tile)
+            if rounds_error:
+                round_to_bf16(tile)
+
+    encoded.each_tile(leave_rounded_away)
+    return encoded, squares.norm()
+
+
 def digest_of_error(error: Vector | None) -> bytes:
     """What names a reducer's error: BLAKE3 of its body in AS_KEPT; empty for none."""
     return b"" if error is None else blake3(AS_KEPT.encode(error)).digest()
@@ -178,24 +204,10 @@ class Reduction:
             return None
         values = merged.values
         if carried is not None:
-            owed = carried
-
-            def add(first: int, past: int) -> None:
-                np.add(values[first:past], owed[first:past], out=values[first:past])
-
-            downlink.tiles.each_run(values.size, add)
-        encoded = downlink.encoded(values)
-        squares = BlockSums(values.size)
-
-        def leave_rounded_away(start: int, decoded: Vector) -> None:
-            squares.take(start, decoded)
-            if wants_error:
-                tile = values[start : start + decoded.size]
-                np.subtract(tile, decoded, out=tile)
-                if rounds_error:
-                    round_to_bf16(tile)
-
-        encoded.each_tile(leave_rounded_away)
+            _add(values, carried, downlink)
+        encoded, norm = _encoded(
+            values, downlink, leaves_error=wants_error, rounds_error=rounds_error
+        )
         error = values if wants_error else None
         named = {
             node_id: contribution_digest(self.contributions[node_id].header.body_digest)
@@ -217,7 +229,7 @@ class Reduction:
             codec=downlink.name,
             sender_id=sender.node_id,
             body=encoded.body,
-            norm=squares.norm(),
+            norm=norm,
             base_digest=self.plan.base_digest,
             attempt=self.attempt,
             plan_opened_at=self.plan.opened_at,

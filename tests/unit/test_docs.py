@@ -5,6 +5,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -84,6 +85,45 @@ def test_every_module_says_in_its_first_line_what_it_is_for() -> None:
     assert len(listing) > 300
     bare = [line.strip() for line in listing if line.endswith(".py")]
     assert [name for name in bare if not name.startswith("test_")] == []
+
+
+def comments_of(file: Path) -> Iterator[str]:
+    """Its comments and docstrings."""
+    with tokenize.open(file) as source:
+        for token in tokenize.generate_tokens(source.readline):
+            if token.type == tokenize.COMMENT or token.string.startswith('"""'):
+                yield token.string
+
+
+def stands(dotted: str) -> bool:
+    """Whether it is a module or a folder of ours, or what stands in one."""
+    place = ROOT / dotted.replace(".", "/")
+    if place.is_dir() or place.with_suffix(".py").is_file():
+        return True
+    module = place.parent.with_suffix(".py")
+    return module.is_file() and re.search(rf"\b{place.name}\b", module.read_text()) is not None
+
+
+@pytest.mark.parametrize("room", [room for room in ROOMS if any((ROOT / room).rglob("*.py"))])
+def test_what_a_comment_names_of_ours_is_there(room: str) -> None:
+    files = [path for path in (ROOT / room).rglob("*.py") if "v1" not in path.parts]
+    ours = (path.name for each in ROOMS for path in (ROOT / each).rglob("*.py"))
+    named = {*ours, "node.py", "protocol.py"}  # of a folder that somebody else has
+    rooms = "|".join(ROOMS)
+    gone = [
+        (str(file.relative_to(ROOT)), name)
+        for file in files
+        for comment in comments_of(file)
+        for name in (
+            *(
+                d
+                for d in re.findall(rf"(?<![\w./-])(?:{rooms})(?:\.[a-z]\w+){{2,}}", comment)
+                if not stands(d)
+            ),
+            *(py for py in re.findall(r"(?<![\w./*{<-])\w+\.py\b", comment) if py not in named),
+        )
+    ]
+    assert gone == []
 
 
 def test_the_readme_is_read_in_five_minutes() -> None:

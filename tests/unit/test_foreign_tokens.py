@@ -224,7 +224,11 @@ def test_the_command_tells_tokens_from_text(
     assert (
         console.run(cli.root, ["data", "prepare", "*.bin", "*.txt", "--out", "x"]) == ExitCode.USAGE
     )
-    assert console.run(cli.root, [*command[:4], "y", "--pack", "16"]) == ExitCode.USAGE
+    for option, value in (("--pack", "16"), ("--repeat", "a.*=2"), ("--field", "raw")):
+        capsys.readouterr()
+        other = [*command[:4], "y", *command[5:], option, value]
+        assert console.run(cli.root, other) == ExitCode.USAGE
+        assert f"{option} {value}" in capsys.readouterr().err
     assert (
         console.run(cli.root, ["data", "prepare", "b.txt", "--out", "z", "--vocab-size", "9"])
         == ExitCode.USAGE

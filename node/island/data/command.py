@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 LINE_SECONDS = 10.0
 """How often progress is told where nobody sees a line change."""
 
+TEXT_FIELD = "text"
 
 HOW_TO_GO_ON = "what is prepared is kept, and the same command goes on from there"
 
@@ -61,7 +62,7 @@ def _share_or_files(held_out: tuple[str, ...]) -> tuple[float, tuple[str, ...]]:
 )
 @click.option(
     "--field",
-    default="text",
+    default=TEXT_FIELD,
     show_default=True,
     help="The key or column that has the text or the messages; raw.text is that of 'text' within 'raw'.",
 )
@@ -143,6 +144,11 @@ def prepare(
             {"--pack": pack, "--repeat": " ".join(repeat) or None},
             because="arranges documents anew, and tokens of other software are read as they are",
             next_step="leave it out, or prepare the text itself",
+        )
+        _refuse(
+            {"--field": field if field != TEXT_FIELD else None},
+            because="names what is read of records, and the input is tokens",
+            next_step="leave it out",
         )
         adopted = Adopted(
             files=tokens,
