@@ -6,11 +6,12 @@
 A node alone trains for the whole time (benchmarks.race says what is trained, and what R is). Several nodes
 train for parts of that time, each with a schedule that ends within it, by the exchange that presets choose
 for their links; and so does data parallelism over links without limits, whose batch is as large as all nodes'
-together. Between two parts the logarithm of the time is taken to be straight in the loss. Each contender has
-its best of three inner rates or more, tried with the most steps of two nodes or one. What is in the file of
-results is not run again.
+together. Between two parts the logarithm of the time is taken to be straight in the loss. Each has its own
+best of three inner rates or more in each part, by the first seed. What is in the file of results is not run
+again.
 """
 
+import itertools
 import operator
 import statistics
 from collections.abc import Iterator, Sequence
@@ -48,7 +49,7 @@ RESULTS = Path("docs/results/together.jsonl")
 
 PLAIN_MEAN = (1.0, 0.0)
 
-SHARES = {2: (0.75, 0.5, 0.35), 4: (0.5, 0.35, 0.25), 8: (0.35, 0.25, 0.17, 0.12)}
+SHARES = {2: (0.75, 0.5, 0.35), 4: (0.7, 0.5, 0.35, 0.25), 8: (0.5, 0.35, 0.25, 0.17, 0.12)}
 """By the number of nodes: parts of the time, tried until one ends higher than a node alone."""
 
 
@@ -65,9 +66,8 @@ def first_try(alone: Try, contender: str, num_nodes: int) -> Try:
 def at_its_best_rate(first: Try, losses_of: Losing) -> Try:
     """Its own rate, or a lower or higher one while that is better."""
     best = first
-    for further in (slower, faster):
-        while (other := best_among([best, further(best)], losses_of)) != best:
-            best = other
+    while (other := best_among([best, slower(best), faster(best)], losses_of)) != best:
+        best = other
     return best
 
 
@@ -78,20 +78,17 @@ def faster(tried: Try) -> Try:
 
 
 def compete(alone: Try, nodes: Sequence[int], seeds: Sequence[int], losses_of: Losing) -> None:
-    """All runs that the table needs."""
+    """All runs that the table needs. The shorter a run, the faster may its best rate be."""
     alone = at_its_best_rate(alone, losses_of)
     goals = losses_of([replace(alone, seed=seed) for seed in seeds])
-    for contender in (ATOLL, CEILING):
-        rate = 0.0
-        for number in nodes:
-            first = first_try(alone, contender, number)
-            if not rate:
-                rate = at_its_best_rate(first, losses_of).rate
-            for share in SHARES[number]:
-                tries = [replace(first, rate=rate, seed=seed, share=share) for seed in seeds]
-                are_higher = all(map(operator.gt, losses_of(tries), goals))
-                if are_higher and share != SHARES[number][0]:  # two points make a line
-                    break
+    for number, contender in itertools.product(nodes, (ATOLL, CEILING)):
+        best = first_try(alone, contender, number)
+        for share in SHARES[number]:
+            best = at_its_best_rate(replace(best, share=share), losses_of)
+            losses = losses_of([replace(best, seed=seed) for seed in seeds])
+            is_first = share == SHARES[number][0]  # two points make a line
+            if all(map(operator.gt, losses, goals)) and not is_first:
+                break
 
 
 def run_among(tried: Try, *, race: Race, base: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -108,10 +105,9 @@ def report(known: Known) -> Iterator[str]:
             for each, row in known.items()
             if (each.ratio, each.times, each.optimizer) == case and row["loss"] is not None
         }
-        rate = min((each for each in here if each.num_nodes == 1), key=here.__getitem__).rate
-        goals = {e.seed: here[e] for e in here if (e.num_nodes, e.rate) == (1, rate)}
+        goals = _best_by_share(here, CEILING, 1)[1.0]
         rows = [
-            (contender, number, _sooner(here, contender, number, goals))
+            (contender, number, _sooner(_best_by_share(here, contender, number), goals))
             for contender in (ATOLL, CEILING)
             for number in sorted({each.num_nodes for each in here} - {1})
         ]
@@ -124,17 +120,28 @@ def report(known: Known) -> Iterator[str]:
         )
 
 
-def _sooner(here: dict[Try, float], contender: str, number: int, goals: dict[int, float]) -> str:
-    """Mean of seeds, with the least and the most of several; signed where parts do not reach so far."""
+Losses = dict[int, float]
+"""By seed."""
+
+
+def _best_by_share(here: dict[Try, float], contender: str, number: int) -> dict[float, Losses]:
+    """By the part of the time: what the rate that is best on the first seed ends at."""
     runs = {
         e: loss for e, loss in here.items() if (e.contender, e.num_nodes) == (contender, number)
     }
-    if not runs:
-        return ""
-    rate = min(runs, key=runs.__getitem__).rate
+    found: dict[float, Losses] = {}
+    for share in {each.share for each in runs}:
+        tries = [each for each in runs if each.share == share]
+        first = min(tries, key=lambda each: (each.seed, runs[each]))
+        found[share] = {each.seed: runs[each] for each in tries if each.rate == first.rate}
+    return found
+
+
+def _sooner(by_share: dict[float, Losses], goals: Losses) -> str:
+    """Mean of seeds, with the least and the most of several; signed where parts do not reach so far."""
     found = []
     for seed, goal in goals.items():
-        curve = [(e.share, loss) for e, loss in runs.items() if (e.seed, e.rate) == (seed, rate)]
+        curve = [(share, losses[seed]) for share, losses in by_share.items() if seed in losses]
         if len(curve) > 1:
             found.append(share_at(goal, curve))
     if not found:

@@ -2,11 +2,11 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 
-from benchmarks.learning.together import PLAIN_MEAN, SHARES, compete, report
+from benchmarks.learning.together import PLAIN_MEAN, SHARES, compete, faster, report
 from benchmarks.race import CEILING, RATES, Known, Try
 
 ALONE = Try(
@@ -24,7 +24,7 @@ SPEEDS = {(CEILING, number): number**0.9 for number in (1, 2, 4, 8)} | {
 
 
 class Runs:
-    """Losses that fall by the logarithm of the work, and are least at one rate."""
+    """Losses that fall by the logarithm of the work, and are least at one rate, in short runs at the next."""
 
     def __init__(self, best_rate: float) -> None:
         self.known: Known = {}
@@ -33,14 +33,16 @@ class Runs:
     def losses_of(self, tries: Sequence[Try]) -> list[float]:
         for each in tries:
             work = each.share * SPEEDS[each.contender, each.num_nodes]
-            off = math.log(each.rate / self._best_rate) ** 2
+            best = replace(each, rate=self._best_rate)
+            best_rate = faster(best).rate if each.share < 0.2 else best.rate
+            off = math.log(each.rate / best_rate) ** 2
             self.known[each] = asdict(each) | {
                 "loss": 1.3 + 0.01 * each.seed - 0.1 * math.log(work) + off
             }
         return [self.known[each]["loss"] for each in tries]
 
 
-@pytest.mark.parametrize("best_rate", sorted(RATES["muon"]))
+@pytest.mark.parametrize("best_rate", [6e-3, 3.6e-2])
 def test_the_table_tells_how_much_sooner_a_loss_is_reached_whatever_rate_is_best(
     best_rate: float,
 ) -> None:
