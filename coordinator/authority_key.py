@@ -4,7 +4,6 @@ Nothing but a change of keys needs it (coordinator.rotation), and so may ask a p
 """
 
 import os
-import shlex
 import sys
 from pathlib import Path
 
@@ -99,13 +98,6 @@ def refuse_damaged(path: Path, authority_pem: bytes) -> None:
         return
     if not is_encrypted(key_pem) and is_key_of(key_pem, authority_pem):
         return
-    beside = key_beside(path)
-    if beside.is_file() and is_key_of(_read(beside), authority_pem):  # by an earlier Atoll
-        raise BadDataError(
-            f"a change of keys was cut off: {path} is still the old authority's, and the new key is {beside}",
-            next_step="finish it with the coordinator stopped: "
-            f"'atoll coordinator rotate {shlex.quote(str(path.parent))}'",
-        )
     raise BadDataError(
         f"{path} is damaged, or not the key of this run's authority",
         next_step="put an older backup's in its place. Where there is none, move it away: the run goes on "

@@ -12,7 +12,6 @@ atoll.db, lock    coordinator.store
 """
 
 import json
-import os
 import socket
 import tomllib
 from collections.abc import Callable, Iterable, Iterator
@@ -81,6 +80,8 @@ HOME_FILES = (
     RUN_FILE,
     CONFIG_FILE,
     AUTHORITY_FILE,
+    ISSUER_FILE,
+    ISSUER_KEY_FILE,
     SERVER_FILE,
     SERVER_KEY_FILE,
     CERTIFICATE_FILE,
@@ -88,9 +89,9 @@ HOME_FILES = (
 )
 """What `init` makes and no start changes."""
 
-SOME_HOME_FILES = (ISSUER_FILE, ISSUER_KEY_FILE, AUTHORITY_KEY_FILE, THROUGH_FILE)
-"""What a folder may be without: of runs of before the first two, the third where it lies elsewhere, and the
-last where no relay carries its coordinator."""
+SOME_HOME_FILES = (AUTHORITY_KEY_FILE, THROUGH_FILE)
+"""What a folder may be without: the first where it lies elsewhere, the second where no relay carries its
+coordinator."""
 
 MOST_PORT = 65535
 
@@ -250,21 +251,16 @@ class Home:
         finish_rotation(directory)
         if (directory / AUTHORITY_KEY_FILE).is_file():
             _read_secret(directory / AUTHORITY_KEY_FILE)  # nobody else may read it, used or not
-        # A folder of before has neither: there the authority itself is the coordinator.
-        is_apart = any(os.path.lexists(directory / name) for name in (ISSUER_FILE, ISSUER_KEY_FILE))
-        issuer_file, issuer_key_file = (
-            (ISSUER_FILE, ISSUER_KEY_FILE) if is_apart else (AUTHORITY_FILE, AUTHORITY_KEY_FILE)
-        )
         home = cls(
             directory=directory,
             config=_load_config(directory / CONFIG_FILE),
             run=load_run_folder(directory, RUN_FILE),
             authorities_pem=_read(directory / AUTHORITY_FILE),
             issuer=Issuer(
-                certificate_pem=_first_of(directory / issuer_file),
-                key_pem=_read_secret(directory / issuer_key_file),
+                certificate_pem=_first_of(directory / ISSUER_FILE),
+                key_pem=_read_secret(directory / ISSUER_KEY_FILE),
             ),
-            coordinators_pem=_read(directory / ISSUER_FILE) if is_apart else b"",
+            coordinators_pem=_read(directory / ISSUER_FILE),
             server_pem=_read(directory / SERVER_FILE),
             server_key_pem=_read_secret(directory / SERVER_KEY_FILE),
             operator_pem=_read(directory / CERTIFICATE_FILE),
@@ -278,17 +274,12 @@ class Home:
 
         gRPC would refuse to listen without a reason, and who joins would get what nobody believes.
         """
-        issuer_file, issuer_key_file = (
-            (ISSUER_FILE, ISSUER_KEY_FILE)
-            if self.coordinators_pem
-            else (AUTHORITY_FILE, AUTHORITY_KEY_FILE)
-        )
         with _damaged(self.directory / AUTHORITY_FILE):
             Bundle.read(self.authorities_pem)
-        with _damaged(self.directory / issuer_file):
-            Bundle.read(self.coordinators_pem or self.authorities_pem)
+        with _damaged(self.directory / ISSUER_FILE):
+            Bundle.read(self.coordinators_pem)
         for name, pem, key_name, key_pem in (
-            (issuer_file, self.issuer.certificate_pem, issuer_key_file, self.issuer.key_pem),
+            (ISSUER_FILE, self.issuer.certificate_pem, ISSUER_KEY_FILE, self.issuer.key_pem),
             (SERVER_FILE, self.server_pem, SERVER_KEY_FILE, self.server_key_pem),
             (CERTIFICATE_FILE, self.operator_pem, KEY_FILE, self.operator_key_pem),
         ):
@@ -302,7 +293,7 @@ class Home:
                 )
             by_name, by_pem = AUTHORITY_FILE, self.authority_pem
             if name == CERTIFICATE_FILE:
-                by_name, by_pem = issuer_file, self.issuer.certificate_pem
+                by_name, by_pem = ISSUER_FILE, self.issuer.certificate_pem
             if not has_issued(by_pem, leaf_pem):
                 raise BadDataError(
                     f"{self.directory / name} is not of the same run as {by_name}",
@@ -321,7 +312,7 @@ class Home:
 
     @property
     def key_number(self) -> int:
-        """Of the coordinator's key; 0 where it is the authority's own."""
+        """Of the coordinator's key, from 1 on."""
         return number_of(self.issuer.certificate_pem)
 
     @property

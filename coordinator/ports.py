@@ -8,9 +8,8 @@ import grpc.aio
 from coordinator.config import CoordinatorConfig, Home
 from coordinator.connections import Connections, Limits, most_connections
 from coordinator.relay.one_port import HERE, OnePort
-from protocol.errors import ConfigError
 from protocol.service.limits import allow_open_files, require_open_files, require_processes
-from protocol.trust.pki import joining_name_in, name_in, server_name
+from protocol.trust.pki import server_name
 from protocol.wire.server import (
     CONTROL_OPTIONS,
     ENROLMENT_OPTIONS,
@@ -51,8 +50,6 @@ def bind(
     most_members, most_joining = most_connections(
         _files_for_connections(config, is_carried=is_carried)
     )
-    if config.has_one_port:
-        require_joining_name(home)
     own_host = HERE if config.has_one_port else config.host
     control = grpc.aio.server(
         interceptors=[WholeMessages()], options=with_most(CONTROL_OPTIONS, most_members)
@@ -110,15 +107,6 @@ def bind(
         here=here,
         local=local,
     )
-
-
-def require_joining_name(home: Home) -> None:
-    """Raises ConfigError for a certificate by which who joins cannot be told from members."""
-    if joining_name_in(home.server_pem) == name_in(home.server_pem):
-        raise ConfigError(
-            f"the certificate of {home.directory} has no name for who joins, which one port for all needs",
-            next_step=f"make another: atoll coordinator rotate {home.directory}",
-        )
 
 
 def _own_open_files(config: CoordinatorConfig) -> int:

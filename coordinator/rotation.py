@@ -74,9 +74,6 @@ class Rotation:
         beside = key_beside(self.key_path)
         passphrase = passphrase_of(self.key_path, self.descriptor)
         authority = self._authority_of(home, passphrase)
-        former = home.coordinators_pem
-        if not home.key_number:  # the authority was the coordinator, and its signatures stay good
-            former = authority.certify_own_key(1)
         authorities_pem = home.authorities_pem
         kept = b""
         if self.with_authority:
@@ -93,7 +90,7 @@ class Rotation:
         number = max(home.key_number + 1, int(self.now))
         coordinator = authority.issue_coordinator(number)
         server, operator = authority.issue_server(), coordinator.issue_operator()
-        coordinators_pem = coordinator.certificate_pem + former
+        coordinators_pem = coordinator.certificate_pem + home.coordinators_pem
         tail_pem = server.certificate_pem + coordinators_pem + authorities_pem
         self._take_places(
             (AUTHORITY_FILE, authorities_pem, 0o644),
@@ -108,8 +105,6 @@ class Rotation:
         if self.with_authority and not self.is_key_in_folder:
             beside.replace(self.key_path)
             sync_folder(self.key_path.parent)
-        elif self.is_key_in_folder:
-            beside.unlink(missing_ok=True)  # of a change by an earlier Atoll that was cut off
         Home.load(self.directory)
         return number
 
@@ -147,13 +142,8 @@ class Rotation:
 
 def protect(directory: Path, *, descriptor: int | None) -> Path:
     """Encrypts the authority's key in a folder; returns its path. Raises UsageError where it has one."""
-    home = Home.load(directory)
+    Home.load(directory)  # is it a coordinator's?
     path = directory / AUTHORITY_KEY_FILE
-    if not home.key_number:
-        raise UsageError(
-            f"in {directory} the authority's key is the coordinator's too, and each start needs it",
-            next_step=f"give the coordinator one of its own: 'atoll coordinator rotate {directory}'",
-        )
     if path.is_file() and is_encrypted(read_secret(path)):
         raise UsageError(
             f"{path} is encrypted already", next_step="'openssl pkey' changes its passphrase"

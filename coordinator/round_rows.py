@@ -176,9 +176,6 @@ def joined(head: Round, parts: Mapping[Key, bytes]) -> Round:
             case "commit":
                 commit = convert.commit_from_wire(round_pb2.Commit.FromString(part))
                 head = replace(head, commit=commit)
-            case "holder":  # one row for each slice, as it was written before "held" was
-                digest = Digest(bytes.fromhex(part.decode()))
-                told["held"][node_id] = {**told["held"].get(node_id, {}), index: digest}
             case _ if kind in _BY_NODE:
                 told[kind][node_id] = _BY_NODE[kind].read(part)
     in_order = tuple(slices[index] for index in sorted(slices))

@@ -31,7 +31,7 @@ from coordinator.database import (
 from coordinator.invite_rows import Invites
 from coordinator.round_rows import JSON, Sign, load_round, save_round
 from coordinator.swarm.events import Undone
-from coordinator.swarm.ledger import Ledger, ledger_of
+from coordinator.swarm.ledger import Ledger
 from coordinator.swarm.members import PRESENT, Member
 from coordinator.swarm.slices import KEPT_COMMITS, SeenNorms, norms_of
 from coordinator.swarm.state import (
@@ -55,7 +55,7 @@ from protocol.v1 import round_pb2
 from protocol.v1.status_pb2 import RoundSummary
 from protocol.wire import convert
 from protocol.wire.channel import RETRY_CAP_SECONDS
-from protocol.wire.rounds import Assignment, Commit, Digest
+from protocol.wire.rounds import Commit, Digest
 
 MOST_NAMED = 3
 """Changed keys that a refusal names, and the number of the rest."""
@@ -243,8 +243,11 @@ class Store:
                 )
             )
             open_round = load_round(connection)
-            row = row_of(connection, "ledger")
-            ledger = None if row is None else _LEDGER.validate_json(row[1])[0]
+            ledger = Ledger()
+            if (row := row_of(connection, "ledger")) is not None:
+                (ledger,) = _LEDGER.validate_json(row[1])
+            elif open_round is not None or row_of(connection, "commits"):
+                raise DamagedError("the ledger's own row is missing")
             recent = _recent_rounds(connection)
             earlier: tuple[ClosedRound, ...] = ()
             if open_round is not None and open_round.phase is RoundPhase.APPLYING:
@@ -264,21 +267,11 @@ class Store:
             recent=recent,
             earlier=earlier,
             norms=norms,
-            ledger=self._ledger_of(open_round, rules) if ledger is None else ledger,
+            ledger=ledger,
             held_out=held_out,
             written=written,
         )
         return with_rulings(state, rulings)
-
-    def _ledger_of(self, open_round: Round | None, rules: Rules) -> Ledger:
-        """The ledger that the rounds of a database add up to which was written without one."""
-        leased: tuple[Assignment, ...] = ()
-        if open_round is not None and open_round.commit is None:
-            leased = open_round.assignments
-        closed = self.latest_rounds(1 << 60)[::-1]
-        return ledger_of(
-            ((done.plan.assignments, done.commit) for done in closed), leased, batch=rules.batch
-        )
 
     def _with_fresh_lease(self, member: Member, rules: Rules) -> Member:
         """Leases are not saved, and nobody could renew one while the coordinator was down."""

@@ -229,20 +229,6 @@ def trained_already(places: Sequence[int]) -> Ledger:
     return Ledger(committed=pieces, frontiers=frontiers)
 
 
-def ledger_of(
-    closed: Iterable[tuple[Sequence[Assignment], Commit]],
-    in_flight: Sequence[Assignment],
-    *,
-    batch: int,
-) -> Ledger:
-    """What the ledger is after these rounds: for databases written before there was one."""
-    ledger = Ledger()
-    for assignments, commit in closed:
-        ledger = lease_again(ledger, assignments)
-        ledger = settle(ledger, assignments, committed_samples(commit, batch=batch))
-    return lease_again(ledger, in_flight)
-
-
 def num_reached(ledger: Ledger) -> int:
     """Places of all books that were ever leased."""
     return sum(end - book * BOOK_PLACES for book, end in ledger.frontiers.items())

@@ -7,7 +7,7 @@ memory of the process, and nobody writes over it meanwhile.
 import json
 import mmap
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +24,6 @@ from node.disk.snapshots import (
     Owed,
     Snapshot,
     SnapshotWriting,
-    little_endian,
     piece_digests,
     seal,
     state_bytes,
@@ -36,8 +35,6 @@ from protocol.wire.rounds import Digest
 log = structlog.get_logger()
 
 T = TypeVar("T")
-
-_FORMATS_READ = ("atoll snapshot 1", "atoll snapshot 2", FILE_FORMAT)
 
 KEPT_FILES = 2
 """A damaged newest file costs a round, not the outer state. The older one makes room for the next."""
@@ -233,7 +230,7 @@ class _Mapped:
                 at = end
             if values + at != len(mapped):
                 raise DamagedError(f"it has {len(mapped)} bytes, not {values + at}")
-            if self.metadata["format"] not in _FORMATS_READ:
+            if self.metadata["format"] != FILE_FORMAT:
                 raise SnapshotError(
                     f"its format is {self.metadata['format']!r}, not {FILE_FORMAT!r}"
                 )
@@ -286,7 +283,7 @@ def _read(path: Path) -> tuple[Snapshot, Owed | None]:
                 raise DamagedError(f"its {name} has {vector.size} elements")
         # Other nodes cannot tell a wrong residual from a right one: nothing else would find it.
         sealed = {name: tensors[name] for name in tensors if name not in ("parameters", "momentum")}
-        if metadata.pop("seal") != _seal_of(metadata, sealed):
+        if metadata.pop("seal") != seal(metadata, piece_digests(sealed)):
             raise DamagedError("what it says is owed, or its metadata, do not match its seal")
         snapshot = Snapshot(
             round=int(metadata["round"]),
@@ -310,15 +307,3 @@ def _check_belongs(path: Path, what: str, found: Digest, expected: Digest) -> No
             f"{path} belongs to {what} {found.hex()[:12]}, not to {expected.hex()[:12]}",
             next_step="choose another folder with --dir, or move that one away",
         )
-
-
-def _seal_of(metadata: Mapping[str, str], tensors: Mapping[str, Vector]) -> str:
-    """The seal that belongs to what was read of what is owed, by its format."""
-    if metadata["format"] != FILE_FORMAT:
-        hasher = blake3.blake3()
-        for key in sorted(metadata):
-            hasher.update(f"{key}={metadata[key]}\n".encode())
-        for name in filter(tensors.__contains__, ("residual", "reducer_error")):
-            hasher.update(little_endian(tensors[name]))
-        return hasher.hexdigest()
-    return seal(metadata, piece_digests(tensors))

@@ -65,10 +65,6 @@ class Owed:
             for name, values in tensors.items()
             if name.startswith(PIECE_OF_ERROR)
         }
-        if (whole := tensors.get("reducer_error")) is not None:  # in format 2: of all elements
-            cuts = range(0, whole.size, PIECE_ELEMENTS)
-            parts = ((at, whole[at : at + PIECE_ELEMENTS]) for at in cuts)
-            pieces |= {at: _kept_copy(part) for at, part in parts if part.any()}
         return cls(residual=tensors["residual"], reducer_error=pieces or None)
 
 

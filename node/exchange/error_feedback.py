@@ -12,7 +12,6 @@ import numpy as np
 import structlog
 
 from node.exchange.codecs.codec import ONE_THREAD, Codec, Tiles, kernel, read_only
-from node.exchange.codecs.dense import round_to_bf16
 from node.exchange.mean import BlockSums
 from node.outer_state import Vector
 from protocol.run.run_spec import WANTS_FEEDBACK, ReducerErrorRule
@@ -388,9 +387,7 @@ class ReducerError:
         if values is None:
             self._say_lost(self.num_kept(), round=round, why="the outer state was replaced")
             values = {}
-        self._kept = {
-            start: _Kept(values=_as_kept(each), round=round) for start, each in values.items()
-        }
+        self._kept = {start: _Kept(values=each, round=round) for start, each in values.items()}
         self._starts = sorted(self._kept)
 
     def num_kept(self) -> int:
@@ -449,15 +446,6 @@ class ReducerError:
                 of_this_process=self.num_lost_elements,
                 why=why,
             )
-
-
-def _as_kept(values: Vector) -> Vector:
-    """Values [n] as bf16 holds them: an earlier release has kept more of them on disk."""
-    if not np.ascontiguousarray(values, dtype="<f4").view("<u2")[::2].any():
-        return values
-    values = np.array(values, dtype=np.float32)
-    round_to_bf16(values)
-    return values
 
 
 def _num_owed(pieces: Iterable[Vector]) -> int:

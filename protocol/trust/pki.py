@@ -177,16 +177,14 @@ def joining_name(swarm_id: str) -> str:
 def name_in(certificate_pem: bytes) -> str:
     """The name of a server certificate, which members must expect."""
     names = _alternative_names(certificate_pem).get_values_for_type(x509.DNSName)
-    if len(names) not in (1, 2) or names[1:] not in ([], [f"{_FOR_JOINING}{names[0]}"]):
+    if len(names) != 2 or names[1] != f"{_FOR_JOINING}{names[0]}":
         raise ProtocolMismatchError(f"a coordinator's certificate has its name, not {names}")
     return names[0]
 
 
 def joining_name_in(certificate_pem: bytes) -> str:
-    """The name that who joins asks for; of a certificate that an earlier release made, the only one."""
-    name = name_in(certificate_pem)
-    names = _alternative_names(certificate_pem).get_values_for_type(x509.DNSName)
-    return names[1] if len(names) > 1 else name
+    """The name of a server certificate that machines which join ask for."""
+    return f"{_FOR_JOINING}{name_in(certificate_pem)}"
 
 
 def is_coordinators(certificate_pem: bytes) -> bool:
@@ -403,10 +401,6 @@ class Authority(Issuer):
         key = Ed25519PrivateKey.generate()
         certificate = self._coordinator(key.public_key(), number)
         return Issuer(certificate_pem=certificate, key_pem=_private_pem(key))
-
-    def certify_own_key(self, number: int) -> bytes:
-        """Says that this key was a coordinator's: of a run that began without one of its own."""
-        return self._coordinator(signing_key_of(self.key_pem).public_key(), number)
 
     def _coordinator(self, key: Ed25519PublicKey, number: int) -> bytes:
         uri = Principal(swarm_id=self.swarm_id, role=Role.COORDINATOR).uri

@@ -459,24 +459,6 @@ def test_a_change_of_keys_that_was_killed_at_any_step_is_finished_or_was_none(
     assert have_changed == sorted(have_changed) and set(have_changed) == {False, True}
 
 
-def test_a_change_of_keys_that_an_earlier_atoll_left_in_between_is_said_and_finished(
-    tmp_path: Path,
-) -> None:
-    home = new_home(tmp_path / "home")
-    key = home.directory / "ca.key"
-    old = key.read_bytes()
-    rotated(home, with_authority=True)
-    key.rename(key.with_name("ca.key.new"))
-    key.write_bytes(old)
-    key.chmod(0o600)
-    found = Home.load(home.directory)
-    with pytest.raises(BadDataError, match=r"was cut off: .*ca\.key\.new") as refusal:
-        refuse_damaged(key, found.authority_pem)
-    assert f"'atoll coordinator rotate {home.directory}'" in refusal.value.next_step
-    refuse_damaged(key, rotated(found).authority_pem)
-    assert not key.with_name("ca.key.new").exists()
-
-
 def _list_invites(credentials: Credentials) -> None:
     with open_blocking_channel(credentials) as channel:
         OperatorServiceStub(channel).ListInvites(operator_pb2.ListInvitesRequest())

@@ -117,15 +117,16 @@ def test_a_page_that_has_lost_a_row_is_said(database: bytes, tmp_path: Path) -> 
         all_of(tmp_path)
 
 
-def test_a_database_without_the_swarms_own_row_is_no_new_run(
-    database: bytes, tmp_path: Path
+@pytest.mark.parametrize("table", ["swarm", "ledger"])
+def test_a_database_without_the_only_row_of_a_table_is_no_new_run(
+    database: bytes, tmp_path: Path, table: str
 ) -> None:
     (tmp_path / DATABASE_NAME).write_bytes(database)
     connection = sqlite3.connect(tmp_path / DATABASE_NAME)
-    connection.execute("DELETE FROM swarm")
+    connection.execute(f"DELETE FROM {table}")
     connection.commit()
     connection.close()
-    with pytest.raises(BadDataError, match="the swarm's own row is missing") as damaged:
+    with pytest.raises(BadDataError, match=f"the {table}'s own row is missing") as damaged:
         Store.open(tmp_path).load(RULES, RUN)
     assert damaged.value.exit_code is ExitCode.BAD_DATA
 

@@ -213,6 +213,18 @@ def test_a_key_or_certificate_that_is_damaged_is_told_before_anything_listens(
     assert name in said and str(folder) in said and "restore it from a backup" in said
 
 
+@pytest.mark.parametrize("who", ["coordinator", "server", "client"])
+def test_a_key_that_is_gone_with_its_certificate_has_no_other_take_its_place(
+    who: str, runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(runs / "run", folder)
+    for name in (f"{who}.pem", f"{who}.key"):
+        (folder / name).unlink()
+    code, said = typed(["coordinator", "start", str(folder)], capsys)
+    assert code == ExitCode.NO_INPUT and f"{who}.pem cannot be read" in said
+
+
 def test_what_a_node_may_do_does_not_fall_away_with_its_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

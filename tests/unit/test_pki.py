@@ -3,7 +3,6 @@ import ssl
 import subprocess
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from cryptography import x509
@@ -11,8 +10,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from coordinator.ports import require_joining_name
-from protocol.errors import BadDataError, ConfigError, ProtocolMismatchError
+from protocol.errors import BadDataError, ProtocolMismatchError
 from protocol.trust.identity import Identity
 from protocol.trust.pki import (
     Authority,
@@ -81,27 +79,6 @@ def test_every_certificate_speaks_for_its_role_in_its_swarm() -> None:
         assert is_key_of(key, certificate)
         assert not has_issued(Authority.create(SWARM).certificate_pem, certificate)
         assert not is_key_of(make_request().key_pem, certificate)
-
-
-def test_the_certificate_of_a_folder_of_before_has_one_name_and_serves_no_single_port() -> None:
-    key = ec.generate_private_key(ec.SECP256R1())
-    names = x509.SubjectAlternativeName([x509.DNSName(server_name(SWARM))])
-    made = (
-        x509.CertificateBuilder(subject_name=x509.Name([]), issuer_name=x509.Name([]))
-        .public_key(key.public_key())
-        .serial_number(1)
-        .not_valid_before(NOW)
-        .not_valid_after(NOW + timedelta(days=1))
-        .add_extension(names, critical=False)
-        .sign(key, hashes.SHA256())
-    )
-    pem = made.public_bytes(serialization.Encoding.PEM)
-    assert name_in(pem) == joining_name_in(pem) == server_name(SWARM)
-    home = SimpleNamespace(server_pem=pem, directory="my-run")
-    with pytest.raises(ConfigError, match="no name for who joins") as caught:
-        require_joining_name(home)  # type: ignore[arg-type]
-    assert caught.value.next_step == "make another: atoll coordinator rotate my-run"
-    require_joining_name(SimpleNamespace(server_pem=AUTHORITY.issue_server().certificate_pem))  # type: ignore[arg-type]
 
 
 def test_no_certificate_depends_on_the_time_at_which_it_was_made() -> None:

@@ -1,6 +1,5 @@
 """The round in flight on disk: after every step a restart finds it as it was."""
 
-from coordinator.database import put
 from coordinator.round_rows import PACKED_FROM, packed, unpacked
 from coordinator.store import Store
 from coordinator.swarm.events import Event, RefusalSeen
@@ -82,21 +81,6 @@ def test_a_report_writes_only_its_own_rows() -> None:
     assert scene.num_statements[-1] == 2  # the slice, and that its reducer holds it
     scene.hold("node-5", 3, RESULT)
     assert scene.num_statements[-1] == 1
-
-
-def test_what_nodes_held_is_read_from_a_database_that_has_a_row_for_each_slice() -> None:
-    scene = SavedScene(min_nodes=3)
-    scene.attach("node-a", "node-b", "node-c")
-    scene.hold("node-a", 0, RESULT)
-    scene.hold("node-a", 2, OTHER)
-    connection = scene.store._database._connection
-    connection.execute("DELETE FROM round_parts WHERE kind = 'held'")
-    held = {0: RESULT, 2: OTHER}
-    rows = [("holder", index, "node-a", one.hex().encode()) for index, one in held.items()]
-    put(connection, "round_parts", rows)
-    loaded = scene.store.load(scene.state.rules, scene.state.run_digest)
-    assert loaded.open_round is not None
-    assert loaded.open_round.held == scene.round.held == {"node-a": {0: RESULT, 2: OTHER}}
 
 
 def test_long_messages_are_deflated_and_short_ones_are_not() -> None:

@@ -3,10 +3,8 @@ import fcntl
 import os
 from pathlib import Path
 
-import blake3
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
 from structlog.testing import capture_logs
 
 from node.disk import snapshots as snapshot_module
@@ -87,38 +85,6 @@ def test_a_file_returns_every_bit(tmp_path: Path, owed: Owed | None) -> None:
         found, expected = loaded[1].tensors(), owed.tensors()
         assert found.keys() == expected.keys()
         assert all(found[name].tobytes() == expected[name].tobytes() for name in expected)
-
-
-@pytest.mark.parametrize("number", [1, 2])
-def test_a_file_of_a_format_before_is_read(tmp_path: Path, number: int) -> None:
-    """Its seal was over all that is owed; format 1 had no reducer's error, format 2 one of all elements."""
-    state = snapshot_at(12)
-    owed = (
-        {"residual": vector(9)}
-        if number == 1
-        else {"residual": vector(9), "reducer_error": vector(10)}
-    )
-    metadata = {
-        "format": f"atoll snapshot {number}",
-        "round": "12",
-        "run_digest": RUN.hex(),
-        "layout_digest": LAYOUT.hex(),
-        "outer_digest": state.outer_digest().hex(),
-    }
-    hasher = blake3.blake3("".join(f"{k}={metadata[k]}\n" for k in sorted(metadata)).encode())
-    for values in owed.values():
-        hasher.update(values.tobytes())
-    metadata["seal"] = hasher.hexdigest()
-    vectors = {"parameters": state.parameters, "momentum": state.momentum, **owed}
-    save_file(vectors, tmp_path / "round-00000012.safetensors", metadata)
-    loaded = SnapshotFolder(tmp_path).load_newest(RUN, LAYOUT)
-    assert loaded is not None and loaded[1] is not None
-    assert_same(loaded[0], state)
-    assert loaded[1].residual.tobytes() == vector(9).tobytes()
-    kept = {at: values.tobytes() for at, values in (loaded[1].reducer_error or {}).items()}
-    assert kept == ({} if number == 1 else {0: vector(10).tobytes()})
-    parameters = SnapshotFolder(tmp_path).load_parameters(RUN, LAYOUT)
-    assert parameters is not None and parameters.values.tobytes() == vector(12).tobytes()
 
 
 def test_a_file_of_a_format_to_come_is_refused_by_its_name(

@@ -17,7 +17,7 @@ from protocol.trust.rulings import (
     checked_chain,
     digest_of,
 )
-from protocol.trust.signing import Bundle, CommitSigner, Trust
+from protocol.trust.signing import Bundle, CommitSigner
 from protocol.wire.rounds import Commit, Digest, NodeId
 
 SWARM = new_swarm_id()
@@ -133,22 +133,3 @@ def test_a_commit_is_signed_by_the_key_of_its_round_or_a_later_one() -> None:
     assert not told.has_signed(commit_by(FIRST, 5), rulings)
     assert not told.has_signed(replace(commit_by(SECOND, 5), round=6), rulings)
     assert not told.has_signed(commit_by(STRANGER, 1), rulings)
-
-
-def test_a_run_whose_authority_was_its_coordinator_goes_on_with_a_key_apart() -> None:
-    own = AUTHORITY.certify_own_key(1)
-    before = verifier(b"")
-    chain = added((), AUTHORITY)
-    checked_chain(chain, before)
-    told = checked_chain(
-        keyed(chain, SECOND, 2, SECOND.certificate_pem + own), RulingVerifier(before.trust)
-    )
-    assert told.trust.newest == 2
-    with pytest.raises(BadDataError):
-        checked_chain(
-            added(keyed(chain, SECOND, 2, SECOND.certificate_pem + own), AUTHORITY), before
-        )
-    # Also where the authority is another one by then, for those who know that one alone.
-    handed_on = SUCCESSOR.certificate_pem + HANDED_ON
-    later = Trust.of_authority(SUCCESSOR.certificate_pem, THIRD.certificate_pem + own + handed_on)
-    checked_chain(chain, RulingVerifier(later))
