@@ -73,11 +73,11 @@ def killed(scene: Scene, victim: Member, *, round: int, phase: str) -> None:
 
 
 def test_nothing_is_lost_when_each_sort_of_process_dies_once(folder: Path) -> None:
-    with scene_of(folder, rounds=7) as scene:
+    with scene_of(folder, rounds=5) as scene:
         killed(scene, scene.a, round=2, phase="reducing")
+        scene.faults.kill_rank(scene.b).when(round=3, phase="training")
         killed(scene, scene.coordinator, round=3, phase="exchanging")
-        scene.faults.kill_rank(scene.b).when(round=4, phase="training")
-        helper = scene.faults.kill_p2pd(scene.c).when(round=5, phase="training")
+        helper = scene.faults.kill_p2pd(scene.c).when(round=4, phase="training")
         helper.then_restart(after_seconds=SOON)
         scene.runs_to_its_end()
 

@@ -11,7 +11,7 @@ from node.kept import kept_model
 from node.models.reading import digest_of_first, write_first
 from protocol.run.models import FIRST_WEIGHTS, Description, layout_of
 from protocol.run.run_files import DESCRIPTION_FILE, load_run_file
-from tests.integration.typed_commands import Running, Swarm, atoll, done, until
+from tests.integration.typed_commands import Running, Swarm, done, typed_here, until
 from tests.tiny_runs import tiny_text
 
 RUN = tiny_text(run={"name": "given", "rounds": 2, "min_nodes": 2})
@@ -42,7 +42,7 @@ def test_a_node_without_the_first_weights_fetches_them_from_the_one_that_has_the
     without = swarm.start_node("without")
     without.says("the first weights come from a node that has them")
     without.says("attached")
-    told = done(atoll("status", "--dir", swarm.home))
+    told = done(typed_here("status", "--dir", swarm.home))
     assert "waiting for a node that holds the run's first weights" in told
     assert "atoll node start --weights" in told
     assert " joining " in told and "NOT the same" not in told, "it is as it should be"

@@ -30,6 +30,7 @@ from tests.integration.typed_commands import (
     atoll,
     done,
     rests,
+    typed_here,
     until,
 )
 from tests.tiny_runs import tiny
@@ -191,9 +192,9 @@ def test_a_coordinator_whose_disk_becomes_full_keeps_what_was_committed_and_its_
         swarm.coordinator.says("the disk is nearly full")
         told = swarm.status().run
         assert told.is_disk_low and 0 < told.disk_free_bytes <= 10 * MEGABYTE
-        shown = done(atoll("status", "--dir", swarm.home)).replace("\n", " ")
+        shown = done(typed_here("status", "--dir", swarm.home)).replace("\n", " ")
         assert shown.startswith("the coordinator's disk is nearly full: ")
-        assert "nearly full" not in done(atoll("status", "--dir", swarm.folder / "lasting"))
+        assert "nearly full" not in done(typed_here("status", "--dir", swarm.folder / "lasting"))
         node = swarm.start_node("lasting")
         swarm.coordinator.says("round committed", times=2)
         filler = disk.fill()

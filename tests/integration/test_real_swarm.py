@@ -14,7 +14,7 @@ import pytest
 from node.kept import kept_model
 from node.machine.hardware import congestion_control
 from protocol.terminal.console import printable
-from tests.integration.typed_commands import Running, Swarm, atoll, done, refused, until
+from tests.integration.typed_commands import Running, Swarm, atoll, done, refused, typed_here, until
 from tests.tiny_runs import tiny_text
 from tests.unit.test_export import load_exported
 
@@ -52,7 +52,7 @@ def test_a_swarm_trains_a_model_though_one_leaves_and_another_joins_and_a_rank_d
     kept = {checkpoint.name for checkpoint in (homes["leaves"] / "inner").iterdir()}
     assert kept - {"round-1"}, "its last round is not kept"
     assert asked(swarm, "rounds")[0]["num_contributors"] == 2  # what it trained last counts
-    refused(atoll("node", "drain", "--dir", homes["leaves"]), 71, "no node runs in ")
+    refused(typed_here("node", "drain", "--dir", homes["leaves"]), 71, "no node runs in ")
 
     joins = swarm.start_node("joins")
     joins.says("attached")
@@ -125,11 +125,11 @@ def test_a_swarm_trains_a_model_though_one_leaves_and_another_joins_and_a_rank_d
     assert spec == model.spec.model
     assert np.array_equal(parameters, model.parameters)
     assert json.loads((out / "atoll.json").read_text())["outer_digest"] == digest
-    listed = done(atoll("node", "snapshots", "--json", "--dir", homes["joins"]))
+    listed = done(typed_here("node", "snapshots", "--json", "--dir", homes["joins"]))
     newest = json.loads(listed)[0]
     assert (newest["round"], newest["digest"]) == (4, digest)
     assert newest["held_out"] == run["held_out_losses"][-1]["loss"]
-    refused(atoll("export", out, "--dir", homes["stays"]), 73, f"{out} exists already")
+    refused(typed_here("export", out, "--dir", homes["stays"]), 73, f"{out} exists already")
     swarm.coordinator.stop(signal.SIGTERM)
 
 
@@ -146,4 +146,4 @@ def test_the_demo_trains_a_model_to_one_state_and_leaves_nothing_running(tmp_pat
     assert one.round == other.round == 2 and one.outer_digest == other.outer_digest
     _, parameters = load_exported(out / "model")
     assert np.array_equal(parameters, one.parameters)
-    refused(atoll("demo", "--out", out), 73, f"{out} exists")
+    refused(typed_here("demo", "--out", out), 73, f"{out} exists")

@@ -1,4 +1,7 @@
-"""Meshes and devices that cannot work, typed for real: 78, the numbers, and nothing was loaded."""
+"""Meshes and devices that cannot work, typed for real: 78, the numbers, and nothing was loaded.
+
+All that is said of meshes is in tests/unit/test_mesh_shape.py.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,11 +49,7 @@ def member_of_a_giant(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ("--tp 3", "tp = 3 does not divide [model] num_heads = 4"),
-        ("--pp 4", "4 stages (a stage on each rank), and it has 3 layers"),
         ("--pp 2 --schedule zbv", "4 stages (two stages on each rank), and it has 3 layers"),
-        ("--pp 2 --microbatches 3", "cannot cut 4 samples of a batch into 3 microbatches"),
-        ("--shard 3", "[inner] batch = 4 cannot be shared evenly by 3 ranks"),
         ("--ranks 3 --tp 2", "ranks = 3, but the mesh tensor 2 has 2"),
         ("--mesh auto --ranks 7", "no mesh of 7 ranks fits this run"),
     ],

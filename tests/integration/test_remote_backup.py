@@ -103,7 +103,7 @@ def test_a_backup_comes_back_as_it_was_sent_and_a_coordinator_starts_from_it(
     said = done(atoll("coordinator", "backup", swarm.home, storage.url, **storage.environment))
     assert f"copied run 'kept' at round 0 of 100 to {storage.url}" in said
     assert not list(swarm.home.glob(".upload-*")), "no copy of the keys stays behind"
-    again = atoll("coordinator", "backup", swarm.home, storage.url, **storage.environment)
+    again = typed_here("coordinator", "backup", swarm.home, storage.url, **storage.environment)
     refused(again, 73, "is not empty")
 
     back = tmp_path / "back"
@@ -114,13 +114,12 @@ def test_a_backup_comes_back_as_it_was_sent_and_a_coordinator_starts_from_it(
         assert body == kept[name] or name in ("atoll.db", "lock"), name
         assert (back / name).stat().st_mode & 0o077 == 0
     assert {"ca.key", "coordinator.key", "run.toml", "atoll.db"} <= set(content(back))
-    refused(
-        atoll("coordinator", "restore", storage.url, back, **storage.environment), 73, "not empty"
-    )
+    again = typed_here("coordinator", "restore", storage.url, back, **storage.environment)
+    refused(again, 73, "not empty")
     swarm.coordinator.stop(signal.SIGTERM)
     swarm.home = back
     swarm.start_coordinator()
-    assert "node joined with invite" in done(atoll("audit", "--dir", back))
+    assert "node joined with invite" in done(typed_here("audit", "--dir", back))
 
 
 @pytest.mark.parametrize(
@@ -150,17 +149,18 @@ def test_what_was_changed_or_is_not_whole_is_no_backup(
 
 def test_addresses_that_lead_nowhere_are_refused(swarm: Swarm, tmp_path: Path) -> None:
     refused(
-        atoll("coordinator", "backup", swarm.home, "nosuch://bucket/copy"),
+        typed_here("coordinator", "backup", swarm.home, "nosuch://bucket/copy"),
         65,
         "nosuch://bucket/copy",
     )
-    typed = atoll("coordinator", "restore", tmp_path, tmp_path / "back")
+    typed = typed_here("coordinator", "restore", tmp_path, tmp_path / "back")
     refused(typed, 66, f"no whole backup lies at {tmp_path}")
 
 
 @pytest.mark.parametrize("storage", ["s3"], indirect=True)
 def test_a_bucket_that_is_not_there_is_said(swarm: Swarm, storage: Storage) -> None:
-    typed = atoll("coordinator", "backup", swarm.home, "s3://nowhere/copy", **storage.environment)
+    nowhere = ("coordinator", "backup", swarm.home, "s3://nowhere/copy")
+    typed = typed_here(*nowhere, **storage.environment)
     refused(typed, 69, "s3://nowhere/copy cannot be used", "bucket")
 
 

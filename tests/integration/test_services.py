@@ -18,7 +18,15 @@ import pytest
 from node.machine.limits import hours_of
 from protocol.service.unit import units_folder
 from tests.fake_metadata import AWS_ACTION, in_seconds, serving
-from tests.integration.typed_commands import PATIENCE_SECONDS, Swarm, atoll, done, refused, until
+from tests.integration.typed_commands import (
+    PATIENCE_SECONDS,
+    Swarm,
+    atoll,
+    done,
+    refused,
+    typed_here,
+    until,
+)
 from tests.tiny_runs import tiny_text
 
 RUN = tiny_text(
@@ -195,9 +203,10 @@ def test_services_are_printed_installed_and_refused(
         monkeypatch.setenv("XDG_CONFIG_HOME", settings)
         unit = units_folder(is_system=False) / "atoll-node-alone.service"
         assert unit.read_text() == shown and str(unit) in said
-        done(atoll("coordinator", "install-service", swarm.home, XDG_CONFIG_HOME=settings))
+        done(typed_here("coordinator", "install-service", swarm.home, XDG_CONFIG_HOME=settings))
         assert (unit.parent / "atoll-coordinator-served.service").is_file()
-        refused(atoll("helper", "install-service", "--dir", home), 77, "a node's folder")
-        refused(atoll("coordinator", "install-service", home), 66, "not a coordinator's folder")
+        refused(typed_here("helper", "install-service", "--dir", home), 77, "a node's folder")
+        of_node = typed_here("coordinator", "install-service", home)
+        refused(of_node, 66, "not a coordinator's folder")
     finally:
         swarm.end()
