@@ -69,8 +69,8 @@ MOST_WARNINGS = 60
 """Alike, in as many seconds: what strangers and members may cause is not to fill a disk, or push all else
 out of the log files."""
 
-MOST_LINES = 5 * MOST_WARNINGS
-"""Of other lines alike in that time: a member that attaches and leaves in a loop writes two each time."""
+MOST_LINES = 20 * MOST_WARNINGS
+"""Of other lines alike in that time: what a member causes has a bound, and rounds of 50 ms are all told."""
 
 
 class SparseLines:

@@ -10,7 +10,7 @@ from node.exchange.peers import Limits
 from node.exchange.transport import dialling
 from node.exchange.transport.connections import Connections, Punching
 from node.exchange.transport.dialling import Allowance, why_not_dialled, why_not_punched
-from node.exchange.transport.p2pd import P2pd, knocked
+from node.exchange.transport.p2pd import DaemonError, P2pd, knocked
 from node.exchange.transport.rates.tcp import TcpPacing
 from protocol.trust.identity import Identity, peer_id_of
 from protocol.wire.rounds import PeerAddress, RosterEntry
@@ -217,10 +217,69 @@ async def test_p2pd_dials_the_address_that_was_looked_at_and_not_the_name_again(
     assert told == (f"/ip4/127.0.0.1/tcp/{port}", "")
 
 
+async def settled() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+class Dialling(P2pd):
+    """Notes how often it dials, and ends no dial before it is told."""
+
+    def __init__(self) -> None:
+        self._dials = {}
+        self.num_dials = self.num_cancelled = 0
+        self.may_end = asyncio.Event()
+        self.why_not = ""
+
+    async def connected_hosts(self) -> dict[str, frozenset[str]]:
+        return {}
+
+    async def _dial_first_to_answer(self, peer_id: str, multiaddrs: tuple[str, ...]) -> None:
+        self.num_dials += 1
+        try:
+            await self.may_end.wait()
+        except asyncio.CancelledError:
+            self.num_cancelled += 1
+            raise
+        if self.why_not:
+            raise DaemonError(self.why_not)
+
+
+@pytest.mark.parametrize("why_not", ["", "nobody answers"])
+async def test_streams_that_want_a_member_at_once_share_one_dial_and_what_comes_of_it(
+    why_not: str,
+) -> None:
+    """A body in parts opens eight: each would take as much of what its member may have dialled."""
+    daemon = Dialling()
+    daemon.why_not = why_not
+    streams = [asyncio.create_task(daemon.connect("peer", HERE)) for _ in range(8)]
+    other = asyncio.create_task(daemon.connect("peer", (*HERE, "/ip4/192.0.2.9/tcp/1")))
+    await settled()
+    daemon.may_end.set()
+    found = await asyncio.gather(*streams, other, return_exceptions=True)
+    assert [str(each) if each else "" for each in found] == 9 * [why_not]
+    assert daemon.num_dials == 2
+    assert not daemon._dials
+
+
+async def test_a_dial_ends_when_the_last_one_that_waits_for_it_goes() -> None:
+    daemon = Dialling()
+    streams = [asyncio.create_task(daemon.connect("peer", HERE)) for _ in range(2)]
+    await settled()
+    streams[0].cancel()
+    await settled()
+    assert not daemon.num_cancelled
+    streams[1].cancel()
+    await asyncio.gather(*streams, return_exceptions=True)
+    await settled()
+    assert (daemon.num_dials, daemon.num_cancelled) == (1, 1)
+    assert not daemon._dials
+
+
 MOST_TOLD = 16
 
 
-def test_a_member_that_comes_again_and_again_has_one_place_dialled_a_second() -> None:
+def test_a_member_that_comes_again_and_again_has_few_places_dialled_a_second() -> None:
     allowance = Allowance()
     dialled = [
         second for second in range(160) if not allowance.take("peer", MOST_TOLD, now=float(second))

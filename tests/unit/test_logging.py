@@ -150,7 +150,7 @@ def test_what_is_said_again_and_again_is_shown_so_often_and_the_next_line_says_o
     assert sum(line is not None for line in flood) == MOST_WARNINGS
     assert shown("warning", "another") == {"event": "another"}
     assert all(shown("debug", "refused a stream of a stranger") for _ in range(1000))
-    joined = [shown("info", "node left") for _ in range(1000)]
+    joined = [shown("info", "node left") for _ in range(2 * MOST_LINES)]
     assert sum(line is not None for line in joined) == MOST_LINES
     now = MOST_WARNINGS
     assert shown("warning", "refused a stream of a stranger") == {

@@ -17,6 +17,7 @@ import sys
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass
 from functools import partial
 from importlib.resources import as_file, files
 from importlib.util import find_spec, module_from_spec
@@ -50,6 +51,14 @@ class DaemonError(ConnectionError):
     """p2pd could not do it: no such peer, nobody answers there, or p2pd itself is gone."""
 
 
+@dataclass(slots=True, kw_only=True)
+class _Dial:
+    """Of one peer, for all who wait for it."""
+
+    task: asyncio.Task[None]
+    num_waiting: int = 0
+
+
 class P2pd:
     """A running p2pd. Make one with `start`; `died` is set when it ends without being stopped."""
 
@@ -75,6 +84,7 @@ class P2pd:
         self._tunnels = None if proxy is None else Tunnels(proxy)
         self.here = here
         self._allowance = Allowance()
+        self._dials: dict[tuple[str, tuple[str, ...]], _Dial] = {}  # by peer id and places
 
     @classmethod
     async def start(
@@ -140,7 +150,7 @@ class P2pd:
         return tuple(str(address) for address in addresses)
 
     async def connect(self, peer_id: str, multiaddrs: tuple[str, ...]) -> None:
-        """Connects unless connected; raises DaemonError.
+        """Connects unless connected; raises DaemonError. Streams that want it at once share a dial.
 
         A member may tell whatever places it likes, and others again and again:
         node.exchange.transport.dialling says which are dialled, and how often.
@@ -151,6 +161,27 @@ class P2pd:
         """
         if peer_id in await self.connected_peer_ids():
             return
+        place = peer_id, multiaddrs
+        if (dial := self._dials.get(place)) is None:
+            task = asyncio.create_task(
+                self._dial_first_to_answer(peer_id, multiaddrs), name="a dial"
+            )
+            dial = self._dials[place] = _Dial(task=task)
+            task.add_done_callback(lambda done: self._end_dial(place, done))
+        dial.num_waiting += 1
+        try:
+            await asyncio.shield(dial.task)
+        finally:
+            dial.num_waiting -= 1
+            if not dial.num_waiting:  # nobody wants it any more
+                dial.task.cancel()
+
+    def _end_dial(self, place: tuple[str, tuple[str, ...]], done: asyncio.Task[None]) -> None:
+        del self._dials[place]
+        if not done.cancelled():
+            done.exception()  # whoever waited has been told
+
+    async def _dial_first_to_answer(self, peer_id: str, multiaddrs: tuple[str, ...]) -> None:
         now = asyncio.get_running_loop().time()
         if wait := self._allowance.take(peer_id, len(multiaddrs), now=now):
             raise DaemonError(f"it was dialled often lately: next in {wait:.0f} s")
