@@ -6,7 +6,8 @@ import inspect
 import math
 import random
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -16,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from atoll.errors import ModelMismatchError, SwarmError
-from atoll.optimizers import Optimizers
+from atoll.optimizers import Optimizers, is_apart
 from atoll.running_statistics import RunningStatistics
-from atoll.weights import Place, Weights, tensors_of
+from atoll.weights import Place, Weights, few_of_all, tensors_of
 
 Evaluate = Callable[[], float | tuple[float, int] | tuple[float, int, float]]
 
@@ -160,7 +161,8 @@ def kin_of(model: nn.Module, places: Sequence[Place]) -> tuple[list[nn.Module], 
 class EarlyCopies:
     """Copies of the model that were made before `join`, and so of weights that it has replaced.
 
-    A reference is right so. An average (EMA) goes on from them, and the slower it is the longer.
+    A reference is right so. An average (EMA) goes on from them, and the slower it is the longer. It may be a
+    module, or a list or a dictionary of tensors, which this holds on to: until the first round is trained.
     """
 
     def __init__(self, model: nn.Module, weights: Weights) -> None:
@@ -169,20 +171,73 @@ class EarlyCopies:
         _, copies = kin_of(model, weights.places)
         self._copies = [weakref.ref(each) for each in copies if self._way(each, weights) == 0]
         self._replaced = 0.0
+        told = tensors_of(model, weights.places)
+        few = {name: few_of_all([each]).cpu() for name, each in told.items()}
+        # What is all the same, as zeros, is like much else.
+        self._known = {
+            n: each for n, each in few.items() if len(each) and bool((each != each[0]).any())
+        }
+        self._loose = list(self._holding_copies(told))
+        self._replaced_of_known = 0.0
 
     def look(self, weights: Weights) -> None:
         """Once the first weights have been taken over."""
         self._replaced = self._way(None, weights)
+        now = tensors_of(weights.model, weights.places)
+        self._replaced_of_known = self._way_of({name: now[name] for name in self._known})
 
     def are_averages(self, weights: Weights) -> bool:
         """After some steps: whether one has moved, and not half as far as `join` has moved the model."""
         copies = [copy for each in self._copies if (copy := each()) is not None]
-        most = self._replaced / 2
-        return any(0 < self._way(each, weights) < most for each in copies)
+        ways = [(self._way(each, weights), self._replaced) for each in copies]
+        for held, keys in self._loose:
+            found = {name: held[key] for name, key in keys.items() if _has(held, key)}
+            if len(found) == len(keys):
+                ways.append((self._way_of(found), self._replaced_of_known))
+        return any(0 < way < replaced / 2 for way, replaced in ways)
+
+    def _holding_copies(self, told: Mapping[str, Tensor]) -> Iterator[tuple[Any, dict[str, Any]]]:
+        """Lists and dictionaries with a copy of each tensor, and where in them each is, by its name."""
+        shapes = {tuple(told[name].shape) for name in self._known}
+        # By their types: compilers keep lists of tensors that have shapes and no values.
+        kinds = {Tensor, nn.Parameter, *map(type, told.values())}
+        for held in gc.get_objects() if self._known else ():
+            if type(held) not in (list, dict, OrderedDict) or len(held) < len(self._known):
+                continue
+            items = list(held.items() if isinstance(held, dict) else enumerate(held))
+            tensors = [(key, each) for key, each in items if type(each) in kinds]
+            left = [(key, t) for key, t in tensors if tuple(t.shape) in shapes and not t.is_meta]
+            if len(left) < len(self._known):
+                continue
+            keys: dict[str, Any] = {}
+            for name, known in self._known.items():
+                own = told[name]
+                for place, (key, each) in enumerate(left):
+                    if each.shape == own.shape and is_apart(each, own) and _is(each, known):
+                        keys[name] = key
+                        del left[place]
+                        break
+                else:
+                    break
+            if len(keys) == len(self._known):
+                yield held, keys
+
+    def _way_of(self, found: Mapping[str, Tensor]) -> float:
+        ways = [(few_of_all([found[name]]).cpu() - was).norm() for name, was in self._known.items()]
+        return float(torch.stack(ways).norm()) if ways else 0.0
 
     def _way(self, of: nn.Module | None, weights: Weights) -> float:
         few = weights.few(of)
         return math.inf if few.is_meta else float((few.to(self._first.device) - self._first).norm())
+
+
+def _is(tensor: Tensor, few: Tensor) -> bool:
+    return torch.equal(few_of_all([tensor]).cpu(), few)
+
+
+def _has(held: Any, key: Any) -> bool:
+    there = key in held if isinstance(held, dict) else key < len(held)
+    return there and isinstance(held[key], Tensor)
 
 
 def digest_of_function(function: Callable[..., Any] | None) -> str:

@@ -111,7 +111,7 @@ class Optimizers:
                 # A count of steps, which a scalar's state has in the scalar's shape, is one of others too.
                 if value.shape != parameter.shape:
                     others.add(key)
-                elif _is_apart(value, parameter) and key not in self._copies:
+                elif is_apart(value, parameter) and key not in self._copies:
                     away, size = between.get(key, (0.0, 0.0))
                     # Some keep them in memory of the CPU.
                     away += float((few_of_all([value]).to(here.device) - here).square().sum())
@@ -125,7 +125,7 @@ class Optimizers:
         return [
             value
             for key, value in self._state_of(parameter)
-            if key in self._copies and _is_apart(value, parameter)
+            if key in self._copies and is_apart(value, parameter)
         ]
 
     @property
@@ -176,7 +176,7 @@ class Optimizers:
         return found
 
 
-def _is_apart(value: Tensor, parameter: Tensor) -> bool:
+def is_apart(value: Tensor, parameter: Tensor) -> bool:
     """Whether it could be a copy of it, and is not the parameter itself, as after `p.data = kept`."""
     return (
         value.is_floating_point()

@@ -234,6 +234,35 @@ async def test_an_average_of_the_weights_that_join_has_replaced_is_told(
     assert ("an average of this model was made before join" in caplog.text) is is_told
 
 
+@pytest.mark.parametrize("kind", ["list", "dictionary", "list after", "initial weights"])
+async def test_an_average_kept_as_tensors_is_told_as_one_in_a_module_is(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    async with scene(tmp_path) as one:
+        model = Decoder(one.spec.decoder)
+        slow = [each.detach().clone() for each in model.parameters()]
+        shadow = {name: each.detach().clone() for name, each in model.named_parameters()}
+
+        def train(swarm: atoll.Swarm) -> None:
+            late = [each.detach().clone() for each in model.parameters()]
+            while not swarm.is_over:
+                nudge(model)
+                with torch.no_grad():
+                    kept = {"list": slow, "list after": late}.get(kind, [])
+                    for average, new in zip(kept, model.parameters(), strict=False):
+                        average.lerp_(new, 0.1)
+                    for name, new in model.named_parameters() if kind == "dictionary" else ():
+                        shadow[name] = 0.9 * shadow[name] + 0.1 * new
+                swarm.step(tokens=1)
+
+        thread = await one.joined(train, model=model)
+        await one.train(work(steps=2))
+        await one.stops(thread)
+    assert one.ended == [None]
+    told = "an average of this model was made before join" in caplog.text
+    assert told is (kind in ("list", "dictionary"))
+
+
 async def test_a_model_that_is_saved_whole_as_it_is_evaluated_loads_and_runs(
     tmp_path: Path,
 ) -> None:
