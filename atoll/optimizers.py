@@ -128,6 +128,17 @@ class Optimizers:
             if key in self._copies and is_apart(value, parameter)
         ]
 
+    def forget_curvature(self) -> None:
+        """Has LBFGS begin anew, where the swarm has moved the weights.
+
+        It takes the gradients before and after for those of a step of its own, and would learn a curvature
+        that there is not.
+        """
+        for each in self._all():
+            if isinstance(each, torch.optim.LBFGS):
+                for state in each.state.values():
+                    state["n_iter"] = 0  # by which it tells its first step
+
     @property
     def have_modes(self) -> bool:
         """Whether some train with other weights than they evaluate with, as schedule-free ones do."""

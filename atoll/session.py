@@ -506,6 +506,7 @@ class Session:
         match order["kind"]:
             case "adopt":
                 weights.adopt(order["fragment"], is_taken=order["is_taken"])
+                self._optimizers.forget_curvature()
                 if (
                     order["fragment"] is None
                 ):  # as of the first weights; one round's are near the last

@@ -188,7 +188,7 @@ def evaluate(
       atoll evaluate --tasks mine --round 120 -- --include_path ./tasks --limit 100
     """
     require_installed(to="evaluate a model")
-    _refuse_to_measure_functions(find_home(folder))
+    _refuse_to_measure_what_has_no_text(find_home(folder), tokenizer)
     missing = [name for name in ("lm_eval", "transformers") if find_spec(name) is None]
     if missing:
         raise SystemRefusedError(
@@ -224,9 +224,10 @@ def evaluate(
         )
 
 
-def _refuse_to_measure_functions(home: Path) -> None:
-    """Raises UsageError before anybody installs what would not measure this run's model either."""
+def _refuse_to_measure_what_has_no_text(home: Path, tokenizer: Path | None) -> None:
+    """Raises AtollError before anybody installs what would not measure this run's model either."""
     from node.kept import RUN_FILE, kept_run
+    from node.models.text import refusal_without_data
 
     if not (home / RUN_FILE).is_file():
         return  # what is missing is said where the model is read
@@ -237,6 +238,8 @@ def _refuse_to_measure_functions(home: Path) -> None:
             "function's",
             next_step="export it with 'atoll export OUT', and measure it by a program of your own",
         )
+    if spec.data.source == "loop" and tokenizer is None:
+        raise refusal_without_data(spec)
 
 
 @click.command()

@@ -111,10 +111,7 @@ def text_of_run(spec: RunSpec, places: DataPlaces, *, named: Path | None = None)
     if named is not None:
         return TokenizedText(tokenizer_files(named)[TOKENIZER_FILE], ends=ends)
     if spec.data.source == "loop":
-        raise NoInputError(
-            f"run {spec.run.name!r} has no data, so nothing says which tokens a text is to its model",
-            next_step=_NAME_IT,
-        )
+        raise refusal_without_data(spec)
     if spec.data.source != "tokens":
         return ByteText()
     manifest, files = _tokenizer_of_run(spec, places)
@@ -123,6 +120,14 @@ def text_of_run(spec: RunSpec, places: DataPlaces, *, named: Path | None = None)
     if not ends and manifest.end_of_document is not None:
         ends = frozenset({manifest.end_of_document})
     return TokenizedText(files[TOKENIZER_FILE], ends=ends)
+
+
+def refusal_without_data(spec: RunSpec) -> NoInputError:
+    """What to say where a text is to become tokens of a run of training loops alone."""
+    return NoInputError(
+        f"run {spec.run.name!r} has no data, so nothing says which tokens a text is to its model",
+        next_step=_NAME_IT,
+    )
 
 
 def _tokenizer_of_run(spec: RunSpec, places: DataPlaces) -> tuple[Manifest, Mapping[str, Path]]:

@@ -12,7 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from node.kept import keep_run, kept_run
 from protocol.errors import ExitCode
+from protocol.run.run_spec import DataSection
 from protocol.terminal import console
 from protocol.terminal.cli import root
 from tests.unit.test_forking import node_home
@@ -89,6 +91,17 @@ def test_a_qwen2_with_another_tokenizer_than_its_family_s_is_measured_on_the_tok
     told = json.loads(stand_in.read_text())
     assert told["tokens"] == list(PROMPT.encode())
     assert not Path(told["folder"]).parent.exists()
+
+
+def test_a_run_without_data_says_that_its_tokenizer_has_to_be_named(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = kept_run(home)
+    keep_run(home, spec.model_copy(update={"data": DataSection(source="loop")}))
+    assert evaluate(home, "--tasks", "one") == ExitCode.NO_INPUT
+    told = capsys.readouterr().err
+    assert "nothing says which tokens a text is to its model" in told
+    assert "--tokenizer PATH" in told
 
 
 def test_that_lm_eval_fails_is_this_command_s_failure(

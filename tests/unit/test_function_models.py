@@ -281,7 +281,9 @@ def test_spectral_norm_divides_by_the_norm_of_the_weights_that_are_measured(how:
     parameters = np.empty(spec.num_parameters, np.float32)
     trained.publish(parameters, 0)
     loss = fresh.evaluate_at(parameters)
-    assert trained.evaluate_at(parameters) == loss
+    own = [each.clone() for each in trained._engine.vectors()]
+    assert trained.evaluate_at(parameters) == loss != trained.evaluate_at(-2 * parameters)
+    assert all(map(torch.equal, own, trained._engine.vectors())), "training goes on by its own"
     module, _ = run_functions.net_with_spectral_norm(how=how)
     copy_parameters(module, layout_of(spec), parameters)
     held_out = torch.stack([run_functions.draws()[1][i] for i in range(64)])

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import atoll
 from atoll.moves import Adoption
+from atoll.optimizers import Optimizers
 from node.island.models.decoder_modules import Decoder
 from node.island.ranks.faults import LoopGoneError
 from tests.unit.loop_scene import ends, scene, work
@@ -155,3 +156,35 @@ async def test_an_evaluation_that_leaves_other_weights_ends_the_loop(
             with pytest.raises(LoopGoneError, match="has left other weights in the model than it"):
                 await one.island.evaluate()
         await ends(thread)
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+def test_lbfgs_learns_no_curvature_from_where_the_swarm_has_moved_the_weights(
+    is_told: bool,
+) -> None:
+    inputs = torch.randn(20, 3, generator=torch.Generator().manual_seed(0))
+
+    def lbfgs(model: nn.Module) -> torch.optim.LBFGS:
+        return torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=2)
+
+    def step(model: nn.Module, optimizer: torch.optim.LBFGS) -> None:
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss: Tensor = (model(inputs).squeeze() - inputs.sum(1).sin()).square().mean()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+
+    model, fresh = nn.Linear(3, 1), nn.Linear(3, 1)
+    optimizer = lbfgs(model)
+    for _ in range(3):
+        step(model, optimizer)
+    with torch.no_grad():
+        model.weight += torch.tensor([[1.0, -2.0, 0.5]])
+    if is_told:
+        Optimizers(optimizer).forget_curvature()
+    fresh.load_state_dict(model.state_dict())
+    step(model, optimizer)
+    step(fresh, lbfgs(fresh))
+    assert torch.equal(model.weight, fresh.weight) is is_told, "a test that can fail"

@@ -327,6 +327,11 @@ class Engine:
             for each in spectral_vectors_of(part):
                 each.settle()
 
+    def vectors(self) -> list[Tensor]:
+        """Spectral norm's, which training goes by, as it does not by running statistics."""
+        found = (each for part in self.parts for each in spectral_vectors_of(part))
+        return [vector for each in found for vector in each.buffers]
+
     def compute_statistics(self, batches: Iterable[Tree]) -> None:
         """Computes running statistics for the present parameters, over as many batches on each rank."""
         assert isinstance(self._forward, Whole)  # others were refused

@@ -376,8 +376,11 @@ class Trainer:
         before = self._held()
         own = [torch.empty(held.local.shape) for held in before]
         self._copies((kept, held.local) for kept, held in zip(own, before, strict=True))
+        vectors = [(each, each.clone()) for each in self._engine.vectors()]
         self.adopt(parameters)
         yield
+        for each, kept in vectors:
+            each.copy_(kept)
         self._copies((held.local, kept) for kept, held in zip(own, self._held(), strict=True))
 
     def losses_at(
