@@ -155,31 +155,32 @@ class WholeMessages(grpc.aio.ServerInterceptor):
     async def _answered(
         self, handler: Any, messages: AsyncIterator[bytes], context: Context, most_bytes: int
     ) -> bytes:
-        async with self._turn(messages, context, most_bytes) as message:
+        key = key_of(context)
+        async with self._turn(key, messages, context, most_bytes) as message:
             request = await read(handler, message, context)
             answered = await handler.unary_unary(request, context)
-            return self._written(handler, answered, context)
+            return self._written(key, handler, answered)
 
     async def _streamed(
         self, handler: Any, messages: AsyncIterator[bytes], context: Context, most_bytes: int
     ) -> AsyncGenerator[bytes, None]:
-        async with self._turn(messages, context, most_bytes) as message:
+        key = key_of(context)
+        async with self._turn(key, messages, context, most_bytes) as message:
             answers = handler.unary_stream(await read(handler, message, context), context)
         num_counted = 0
         async with aclosing(answers):
             async for each in answers:
                 if num_counted < BEGINNING:
                     num_counted += 1
-                    yield self._written(handler, each, context)
+                    yield self._written(key, handler, each)
                 else:
                     yield handler.response_serializer(each)
 
     @asynccontextmanager
     async def _turn(
-        self, messages: AsyncIterator[bytes], context: Context, most_bytes: int
+        self, key: str, messages: AsyncIterator[bytes], context: Context, most_bytes: int
     ) -> AsyncIterator[Any]:
         """The call's only message, when it is its turn, and one of the key's places meanwhile."""
-        key = key_of(context)
         if self._begun[key] >= MOST_BEGUN:
             await context.abort(
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
@@ -220,9 +221,9 @@ class WholeMessages(grpc.aio.ServerInterceptor):
             return message
         return None
 
-    def _written(self, handler: Any, answered: Any, context: Context) -> bytes:
+    def _written(self, key: str, handler: Any, answered: Any) -> bytes:
         message: bytes = handler.response_serializer(answered)
-        self.count(key_of(context), len(message), asyncio.get_running_loop().time())
+        self.count(key, len(message), asyncio.get_running_loop().time())
         return message
 
     def wait_seconds(self, key: str, now: float) -> float:
