@@ -21,13 +21,11 @@ each difference has a ruling:
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from atoll.errors import ModelMismatchError
 from atoll.frozen import frozen_of, persistent_buffers
@@ -116,10 +114,8 @@ class Watch:
         # The largest since steps last changed something; None: no optimizer's step had one.
         self._largest_gradient: Tensor | None = None
         self._taken_over: float | None = None  # the way of the last adoption; of the first one 0
-        self._handles = (
-            register_optimizer_step_pre_hook(self._enters),
-            register_optimizer_step_post_hook(self._leaves),
-        )
+        self._handles = [register_optimizer_step_pre_hook(self._enters)]
+        self._known: WeakSet[torch.optim.Optimizer] = WeakSet()  # whose steps' ends are seen
 
     def close(self) -> None:
         """Optimizers of this process are no longer watched."""
@@ -269,9 +265,24 @@ class Watch:
 
     def _enters(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         if self._is_ours(optimizer):
+            self._see_ends_of(optimizer)
             self._at_work += 1
             if self._at_work == 1:
                 self._moves.came_to(self.values(), by_optimizer=False)
+
+    def _see_ends_of(self, optimizer: torch.optim.Optimizer) -> None:
+        """Before what hooks of its own do to the weights then, as clipping them, which is no step of it.
+
+        One of all optimizers would come after those.
+        """
+        if optimizer not in self._known:
+            self._known.add(optimizer)
+            handle = optimizer.register_step_post_hook(self._leaves)
+            hooks: Any = (
+                optimizer._optimizer_step_post_hooks
+            )  # an ordered dictionary, as all of torch's
+            hooks.move_to_end(handle.id, last=False)
+            self._handles.append(handle)
 
     def _leaves(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         if self._is_ours(optimizer) and self._at_work:

@@ -314,15 +314,20 @@ async def test_an_average_that_is_left_in_the_model_ends_the_loop(tmp_path: Path
         await refused(one, train, "or an average that is left in the model", model=model)
 
 
-def test_weights_that_are_clipped_may_come_back_into_bounds_that_the_swarm_has_left() -> None:
+@pytest.mark.parametrize("where", ["after each step", "in a hook"])
+def test_weights_that_are_clipped_may_come_back_into_bounds_that_the_swarm_has_left(
+    where: str,
+) -> None:
     """As a WGAN's critic, most of whose weights are at their bounds; momentum takes them beyond."""
     model = Small()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
 
-    def clip() -> None:
+    def clip(*_: object) -> None:
         for parameter in model.parameters():
             parameter.data.clamp_(-0.1, 0.1)
 
+    if where == "in a hook":
+        optimizer.register_step_post_hook(clip)
     weights, optimizers = weights_beside(model, optimizer)
     clip()
     watch = Watch(model, places=places_of(model), optimizers=optimizers, ranks=Ranks.of(model))
@@ -331,7 +336,8 @@ def test_weights_that_are_clipped_may_come_back_into_bounds_that_the_swarm_has_l
     def round() -> None:
         for number in range(4):
             take_steps(model, optimizer, 1)
-            clip()
+            if where == "after each step":
+                clip()
             watch.took_a_step(is_first=number == 0, counts=True)
         watch.ends(4, weights.bits)
         own = watch.values()
