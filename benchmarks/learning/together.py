@@ -47,6 +47,7 @@ from lab.processes.family import nothing_left
 
 RESULTS = Path("docs/results/together.jsonl")
 
+SHARED = (ATOLL, CEILING)
 PLAIN_MEAN = (1.0, 0.0)
 
 SHARES = {2: (0.75, 0.5, 0.35), 4: (0.7, 0.5, 0.35, 0.25), 8: (0.5, 0.35, 0.25, 0.17, 0.12)}
@@ -81,7 +82,7 @@ def compete(alone: Try, nodes: Sequence[int], seeds: Sequence[int], losses_of: L
     """All runs that the table needs. The shorter a run, the faster may its best rate be."""
     alone = at_its_best_rate(alone, losses_of)
     goals = losses_of([replace(alone, seed=seed) for seed in seeds])
-    for number, contender in itertools.product(nodes, (ATOLL, CEILING)):
+    for number, contender in itertools.product(nodes, SHARED):
         best = first_try(alone, contender, number)
         for share in SHARES[number]:
             best = at_its_best_rate(replace(best, share=share), losses_of)
@@ -107,17 +108,14 @@ def report(known: Known) -> Iterator[str]:
         }
         goals = _best_by_share(here, CEILING, 1)[1.0]
         rows = [
-            (contender, number, _sooner(_best_by_share(here, contender, number), goals))
-            for contender in (ATOLL, CEILING)
+            (number, *(_sooner(_best_by_share(here, each, number), goals) for each in SHARED))
             for number in sorted({each.num_nodes for each in here} - {1})
         ]
         ratio, times, optimizer = case
         steps = times * RACES[ratio].steps
         losses = ", ".join(f"{loss:.4f}" for loss in goals.values())
-        yield (
-            f"R = {ratio}, {optimizer}, one node alone: {steps} steps to {losses}\n\n"
-            + markdown(("contender", "nodes", "× as fast as one alone"), rows)
-        )
+        table = markdown(("nodes", *(f"{each}, × as fast" for each in SHARED)), rows)
+        yield f"R = {ratio}, {optimizer}, one node alone: {steps} steps to {losses}\n\n{table}"
 
 
 Losses = dict[int, float]

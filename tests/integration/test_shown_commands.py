@@ -187,7 +187,7 @@ def _lay_out(folder: Path) -> None:
     shutil.copy(model / "tokenizer.json", folder)
     code = folder / "code"
     code.mkdir()
-    for name in ("vision.py", "net.py"):
+    for name in ("vision.py", "net.py", "gan.py"):
         (code / name).write_text(FUNCTIONS_OF_A_RUN)
     (folder / "tiny.toml").write_text(RUN)
 
@@ -215,7 +215,8 @@ def _make_runs(reader: Reader) -> None:
         "atoll init my-run --from ./SmolLM2-135M --data ./tokens",
         "atoll init my-run --from ./SmolLM2-135M --data ./tokens --lora 16",
         "atoll init my-run --from ./SmolLM2-135M --private",
-        "atoll init my-run --function net:model --data-function net:data --from ./code",
+        "atoll init my-run --function net:model --from ./code --loop",
+        "atoll init my-run --function gan:model --loop --from ./code",
         "atoll init my-run --function vision:model --data-function vision:data --from ./code",
         "atoll init digits --function vision:model --data-function vision:data --from ./code",
         "atoll init my-run --model 125m --data ./tokens --link 100mbit --nodes 4 --step 1.2s",

@@ -15,7 +15,9 @@ from benchmarks.island.memory import drawn as drawn_memory
 from benchmarks.island.memory import rows_of
 from benchmarks.learning.larger_models import known_in
 from benchmarks.learning.larger_models import report as report_larger
+from benchmarks.learning.together import report as report_together
 from benchmarks.measurement import read_rows
+from benchmarks.race import known_in as known_tries
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
@@ -102,6 +104,16 @@ def test_the_table_of_larger_models_in_the_docs_is_what_was_measured() -> None:
     measured = [line for table in tables for line in table.splitlines() if line.startswith("| ")]
     rows = [line.strip("| ").split(" | ") for line in measured if "%" in line]
     assert sorted(told) == sorted(" | ".join([*cells[:7], *cells[8:]]) for cells in rows)
+
+
+def test_how_much_sooner_several_nodes_are_is_told_as_it_was_measured() -> None:
+    section = (DOCS / "performance.md").read_text().partition("## Sooner than one")[2]
+    section = section.partition("\n## ")[0]
+    (table,) = report_together(known_tries(DOCS / "results" / "together.jsonl"))
+    title, _, rows = table.partition("\n\n")
+    assert rows in section
+    loss = title.rpartition(" ")[2]
+    assert f"held-out loss of {loss}" in " ".join(section.split())
 
 
 def test_the_frontier_in_the_docs_is_drawn_from_the_results_beside_it() -> None:

@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from benchmarks.learning.together import PLAIN_MEAN, SHARES, compete, faster, report
+from benchmarks.learning.together import PLAIN_MEAN, SHARED, SHARES, compete, faster, report
 from benchmarks.race import CEILING, RATES, Known, Try
 
 ALONE = Try(
@@ -50,24 +50,21 @@ def test_the_table_tells_how_much_sooner_a_loss_is_reached_whatever_rate_is_best
     compete(ALONE, list(SHARES), [0, 3], runs.losses_of)
     (table,) = report(runs.known)
     assert "2400 steps to 1.3000, 1.3300" in table
-    for (contender, number), speed in SPEEDS.items():
-        if number > 1:
-            assert f"| {contender} | {number} | {speed:.2f} ({speed:.2f} to {speed:.2f}) |" in table
+    for number in SHARES:
+        atoll, ceiling = (f"{SPEEDS[each, number]:.2f}" for each in SHARED)
+        row = f"| {number} | {atoll} ({atoll} to {atoll}) | {ceiling} ({ceiling} to {ceiling}) |"
+        assert row in table
 
 
 def test_where_no_part_of_the_time_is_short_enough_the_table_says_so() -> None:
     runs = Runs(RATES["muon"][0])
     compete(ALONE, [2], [0], runs.losses_of)
-    told = {
-        each: row for each, row in runs.known.items() if each.num_nodes == 1 or each.share > 0.7
-    }
-    told |= {
-        each: row
-        for each, row in runs.known.items()
-        if each.contender == "Atoll" and each.share == 0.75
-    }
-    assert "| Atoll | 2 |  |" in next(iter(report(told))), "one part makes no line"
-    faster = {e: row | {"loss": row["loss"] - e.num_nodes + 1} for e, row in runs.known.items()}
-    assert f"| Atoll | 2 | over {1 / SHARES[2][1]:.2f} |" in next(iter(report(faster)))
-    slower = {e: row | {"loss": row["loss"] + e.num_nodes - 1} for e, row in runs.known.items()}
-    assert f"| Atoll | 2 | under {1 / SHARES[2][0]:.2f} |" in next(iter(report(slower)))
+    longest, next_one = SHARES[2][:2]
+    one_part = {e: row for e, row in runs.known.items() if e.share in (1.0, longest)}
+    assert "| 2 |  |  |" in next(iter(report(one_part))), "one part makes no line"
+    sooner = {e: row | {"loss": row["loss"] - e.num_nodes + 1} for e, row in runs.known.items()}
+    told = f"over {1 / next_one:.2f}"
+    assert f"| 2 | {told} | {told} |" in next(iter(report(sooner)))
+    later = {e: row | {"loss": row["loss"] + e.num_nodes - 1} for e, row in runs.known.items()}
+    told = f"under {1 / longest:.2f}"
+    assert f"| 2 | {told} | {told} |" in next(iter(report(later)))

@@ -194,8 +194,9 @@ class RowwiseAdamW(_Uncompiled):
         *,
         lr: float,
         betas: tuple[float, float],
+        eps: float = _ADAM_EPSILON,  # ZeRO 1 makes another one of all defaults
     ) -> None:
-        super().__init__(tables, {"lr": lr, "betas": betas, "eps": _ADAM_EPSILON})
+        super().__init__(tables, {"lr": lr, "betas": betas, "eps": eps})
 
     @classmethod
     def of_run(cls, tables: list[nn.Parameter], inner: InnerSection) -> "RowwiseAdamW":
