@@ -1,5 +1,6 @@
 """What of a loop's model no exchange averages: running statistics are computed, all else is refused."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -7,6 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+import atoll.running_statistics as loops_statistics
+import node.island.models.running_statistics as ranks_statistics
 from atoll.errors import ModelMismatchError, SwarmError
 from atoll.optimizers import Optimizers
 from atoll.ranks import Ranks
@@ -217,3 +220,19 @@ def test_spectral_norm_is_each_node_s_own_until_it_is_measured_or_kept(kind: str
     statistics.settle()
     model(pixels)
     assert norm_of(model[0]) == pytest.approx(1, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("SpectralVectors", "spectral_vectors_of", "leading_vectors"),
+        *("MOST_LOOKS", "BETWEEN_LOOKS", "NEAR_ENOUGH", "_parametrized", "_hooked", "_whole"),
+    ],
+)
+def test_loops_and_ranks_make_spectral_norm_s_vectors_by_the_same_code(name: str) -> None:
+    """Twice, for what loops import knows nothing of the island; nodes of both kinds hold one state."""
+    of_a_loop, of_a_rank = getattr(loops_statistics, name), getattr(ranks_statistics, name)
+    if isinstance(of_a_loop, int | float):
+        assert of_a_loop == of_a_rank
+    else:
+        assert inspect.getsource(of_a_loop) == inspect.getsource(of_a_rank)
