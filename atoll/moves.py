@@ -31,11 +31,14 @@ class Adoption:
     An optimizer that keeps weights where nobody finds them does that, and a loop that restores what it had
     put aside. What they contribute is the way from the global parameters to those, in each round anew, and
     the swarm's work reaches them in part, or never.
+
+    Looked at are values that the swarm has brought nearer to zero. Those that it has taken further out may
+    come back by an optimizer that clips or normalises within its step, to where the loop's own were clipped.
     """
 
     _own: Tensor | None = None  # before the weights were taken over …
     _values: Tensor | None = None  # … and now
-    _back: Tensor | None = None  # the way to the loop's own
+    _back: Tensor | None = None  # the way to the loop's own, of those that are nearer to zero now
     _steps: int = 0  # since then
     _lengths: Tensor | float = 0.0  # of all steps together
     _most: Tensor | float = 0.0  # of the way that one step has gone back, as a share
@@ -46,7 +49,8 @@ class Adoption:
         """The values before and after; of several takings before a step those of the first and the last."""
         if self._own is None or self._steps:
             self._own = own
-        self._values, self._back = adopted, self._own - adopted
+        is_nearer = adopted.abs() < self._own.abs()
+        self._values, self._back = adopted, (self._own - adopted).where(is_nearer, 0.0)
         self._steps, self._lengths, self._most, self._its_length = 0, 0.0, 0.0, 0.0
 
     def took_a_step(self, values: Tensor, gradient: Tensor | None = None) -> None:
@@ -122,22 +126,10 @@ class Moves:
         """
         by_optimizers, by_others = float(self.by_optimizers), float(self.by_others)
         return (
-            not self._is_steady
+            2 * int(self.times_by_others) < self.steps
             and by_optimizers > 0
             and max(FAR * by_optimizers, usual) < by_others
         )
-
-    @property
-    def _is_steady(self) -> bool:
-        return 2 * int(self.times_by_others) >= self.steps
-
-    @property
-    def keep_bounds(self) -> bool:
-        """Whether most steps end with something after the optimizer, as the clipping of a WGAN's critic.
-
-        It also takes back how far the outer optimizer has gone beyond, to where the loop's own weights were.
-        """
-        return self._is_steady and float(self.by_optimizers) > 0
 
     def refusal(self) -> ModelMismatchError:
         """What to say then."""

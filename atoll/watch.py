@@ -166,8 +166,7 @@ class Watch:
         """Before what a round has trained is published. Raises ModelMismatchError where that is nothing."""
         if self._ranks.said_by_any(float(self._went_astray)):
             raise self._moves.refusal()
-        is_undone = self._adoption.is_undone()
-        if self._ranks.said_by_any(float(is_undone and not self._moves.keep_bounds)):
+        if self._ranks.said_by_any(float(self._adoption.is_undone())):
             raise self._adoption.refusal()
         self.is_still(steps, bits, is_last=True)
 
