@@ -22,10 +22,11 @@ from protocol.errors import AtollError, NoInputError, SystemRefusedError, UsageE
 from protocol.service.limits import require_open_files
 from protocol.terminal.console import say
 from protocol.terminal.logging import start_logging
-from protocol.trust.handshake import fetch_certificate
+from protocol.trust.handshake import LOOK_UP_SECONDS, fetch_certificate
 from protocol.trust.invite import endpoint_of
 from protocol.trust.pki import has_issued
 from protocol.trust.rulings import Address, Ruling, checked_chain, moved_to
+from protocol.wire.names import connection_to, left_alone, looked_up
 
 DIAL_SECONDS = 10.0
 OWN_OPEN_FILES = 64
@@ -94,7 +95,8 @@ class Forwarding:
             return
         try:
             async with asyncio.timeout(DIAL_SECONDS):
-                there = await asyncio.open_connection(self._to, port, limit=CHUNK_BYTES)
+                hosts = await looked_up(self._to, port, seconds=LOOK_UP_SECONDS)
+                there = await connection_to(hosts, port, limit=CHUNK_BYTES)
         except OSError as error:
             if not self._was_away:
                 why = error.strerror or str(error) or "no answer in time"
@@ -134,7 +136,7 @@ async def refuse_beside_the_moved(
     if there is None or (there.host, there.control_port) == (config.advertise, config.control_port):
         return
     try:
-        shown = await asyncio.to_thread(fetch_certificate, there.host, there.control_port)
+        shown = await left_alone(partial(fetch_certificate, there.host, there.control_port))
     except AtollError:
         return
     if has_issued(home.authority_pem, shown):

@@ -73,6 +73,7 @@ class Through:
         self._random = Random()
         self._num_waiting = 0
         self._away = ""  # why
+        self._carried: set[Connection] = set()
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
@@ -124,6 +125,7 @@ class Through:
                 connection.abort()
                 if self._num_waiting == 1:  # now none is left
                     self._tell_away(_nobody(self.line, str(error) or "it is silent"))
+                    self._end_carried()
             except asyncio.CancelledError:
                 connection.abort()
                 raise
@@ -133,6 +135,14 @@ class Through:
                 # A relay that hangs up at once is not dialled ever faster.
                 await asyncio.sleep(self._random.uniform(0.5, 1.5))
             connection = None
+
+    def _end_carried(self) -> None:
+        """Streams of a relay that is silent stand still, and their ends know nothing of it.
+
+        While they are open, somebody may seem to be heard, and leases run out.
+        """
+        for one in self._carried:
+            one.abort()
 
     async def _dialled(self) -> Connection:
         """Tries until it is there."""
@@ -211,6 +221,7 @@ class Through:
 
     async def _carry(self, connection: Connection, port: int) -> None:
         """Joins a stream with the coordinator's own port."""
+        self._carried.add(connection)
         try:
             if port == 0 or len(self._tasks) > MOST_CARRIED:
                 await connection.send(carrying=False)
@@ -227,6 +238,7 @@ class Through:
         except OSError as error:
             _log.debug("a stream has ended", why=str(error))
         finally:
+            self._carried.discard(connection)
             connection.abort()
 
 

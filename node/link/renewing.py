@@ -39,7 +39,8 @@ from protocol.trust.invite import InvitedBy, endpoint_of, named_members
 from protocol.trust.pki import pin_of
 from protocol.trust.rulings import Address
 from protocol.v1.session_pb2_grpc import SessionServiceStub
-from protocol.wire.channel import DEADLINE_SECONDS, left_alone, open_channel
+from protocol.wire.channel import DEADLINE_SECONDS, open_channel
+from protocol.wire.names import left_alone
 from protocol.wire.payload import WireCounts
 from protocol.wire.rounds import NodeId, RosterEntry
 

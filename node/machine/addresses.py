@@ -21,7 +21,7 @@ import structlog
 
 from protocol.errors import SystemRefusedError
 from protocol.trust.proxy import Proxy
-from protocol.wire.channel import left_alone
+from protocol.wire.names import left_alone
 
 SETTLE_SECONDS = 0.2
 """An address goes and the next one comes: changes that follow so closely are told as one."""

@@ -5,8 +5,8 @@ first of all, and checked to fit together. A renewal believes nobody before the 
 that the authority vouches for, the one of the connection among them.
 """
 
-import asyncio
 from dataclasses import replace
+from functools import partial
 
 import grpc
 import grpc.aio
@@ -38,6 +38,7 @@ from protocol.trust.pki import (
 from protocol.trust.proxy import Proxy
 from protocol.v1 import enrolment_pb2, enrolment_pb2_grpc
 from protocol.wire.channel import DEADLINE_SECONDS, channel_options
+from protocol.wire.names import left_alone
 from protocol.wire.status_codes import is_domain_error, translated
 
 
@@ -59,7 +60,7 @@ async def enrol(
     ProtocolMismatchError when the coordinator is not the invite's or contradicts itself, and what
     the coordinator refuses with.
     """
-    pinned = await asyncio.to_thread(fetch_pinned_certificate, invite, proxy)
+    pinned = await left_alone(partial(fetch_pinned_certificate, invite, proxy))
     request_der, key_pem = make_request()
     request = enrolment_pb2.EnrolRequest(
         invite_id=invite.invite_id,
@@ -119,7 +120,7 @@ async def renew_by_identity(credentials: Credentials, identity: Identity) -> Cre
             f"the joining port of the coordinator at {host} is not known here",
             next_step="ask the run owner for an invite: 'atoll invite create'",
         )
-    shown = await asyncio.to_thread(fetch_certificate, host, port, credentials.proxy)
+    shown = await left_alone(partial(fetch_certificate, host, port, credentials.proxy))
     if name_in(shown) != server_name(credentials.swarm_id):
         raise OtherSwarmError(
             f"the coordinator at {endpoint_of(host, port)} is not of swarm {credentials.swarm_id}",

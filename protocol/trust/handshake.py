@@ -34,9 +34,13 @@ from protocol.trust.credentials import Credentials
 from protocol.trust.invite import SECRET_BYTES, Invite, endpoint_of
 from protocol.trust.pki import Authority, is_coordinators, new_swarm_id, pin_of, server_name
 from protocol.trust.proxy import Proxy, ProxyRefusedError
+from protocol.wire.names import connection_to, looked_up
 
 TIMEOUT_SECONDS = 5.0
 """For connecting and for each answer within a handshake."""
+
+LOOK_UP_SECONDS = 8.0
+"""For a name: a resolver goes on to the next name server after five."""
 
 WEB_PORT = 443
 """The one that nearly all networks let out."""
@@ -131,6 +135,15 @@ def answer_lost(endpoint: str) -> UnavailableError:
         "larger packets get lost on the way",
         next_step="lower this machine's MTU and try again: 'sudo ip link set dev NAME mtu 1280', with the "
         "NAME that 'ip route get' shows",
+    )
+
+
+def no_connection(endpoint: str) -> UnavailableError:
+    """The sentence for a coordinator that was not reached in time, nobody knows why."""
+    return UnavailableError(
+        f"no connection to the coordinator at {endpoint} came to be in time",
+        next_step="check this machine's network, and that it finds the name: "
+        f"'getent hosts {endpoint.rpartition(':')[0].strip('[]')}'",
     )
 
 
@@ -364,7 +377,10 @@ async def pinned_connection(
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE  # anybody may answer, and is asked for the pin then
-    reader, writer = await asyncio.open_connection(host, port, ssl=context, limit=limit)
+    hosts = await looked_up(host, port, seconds=LOOK_UP_SECONDS)
+    reader, writer = await connection_to(
+        hosts, port, ssl=context, server_hostname=host, limit=limit
+    )
     certificate = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
     if not hmac.compare_digest(hashlib.sha256(certificate).digest(), pin):
         writer.transport.abort()

@@ -6,7 +6,6 @@ protocol.wire.server, the first contact of a machine that has no certificate yet
 
 import asyncio
 import contextlib
-import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from random import Random
@@ -15,13 +14,14 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import grpc
 import grpc.aio
 
-from protocol.errors import PASSING, AtollError, SessionEndedError
+from protocol.errors import PASSING, AtollError, SessionEndedError, UnavailableError
 from protocol.service.limits import COMMAND_PROCESSES, require_processes
 from protocol.trust.credentials import Credentials
-from protocol.trust.handshake import Diagnosis
+from protocol.trust.handshake import Diagnosis, no_connection
 from protocol.trust.invite import endpoint_of
 from protocol.trust.pki import server_name
 from protocol.trust.proxy import Proxy
+from protocol.wire.names import left_alone
 from protocol.wire.payload import WireCounts
 from protocol.wire.status_codes import is_domain_error, translated
 
@@ -59,6 +59,9 @@ CONNECTION_SENT_BYTES = 3400
 
 CONNECTION_RECEIVED_BYTES = 4300
 """Received to open a connection: the same, with the coordinator's certificate and TLS tickets."""
+
+LOOK_SECONDS = 3.0
+"""For a look at what keeps a call from its answer, which has had its time."""
 
 RETRY_CAP_SECONDS = 6.0
 """The longest pause between two tries to reach a coordinator."""
@@ -157,36 +160,6 @@ async def retried(
         bound = min(2 * bound, RETRY_CAP_SECONDS)
 
 
-async def left_alone(work: Callable[[], _Answer]) -> _Answer:
-    """Runs `work` in a thread that nobody waits for when the process ends.
-
-    For asyncio's own threads it waits: a look at a host that swallows packets, or at a name that no
-    server resolves yet, would hold up a Ctrl-C for many seconds.
-    """
-    loop = asyncio.get_running_loop()
-    outcome: asyncio.Future[_Answer] = loop.create_future()
-
-    def settle(answer: _Answer | None, error: BaseException | None) -> None:
-        if outcome.done():
-            return  # whoever asked has gone
-        if error is not None:
-            outcome.set_exception(error)
-        else:
-            outcome.set_result(cast("_Answer", answer))
-
-    def run() -> None:
-        answer, error = None, None
-        try:
-            answer = work()
-        except BaseException as raised:
-            error = raised
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(settle, answer, error)
-
-    threading.Thread(target=run, name="left alone", daemon=True).start()
-    return await outcome
-
-
 def _tls(credentials: Credentials) -> grpc.ChannelCredentials:
     return grpc.ssl_channel_credentials(
         root_certificates=credentials.server_root_pem,
@@ -237,11 +210,16 @@ class _Interceptor:
         self._traffic = traffic
 
     async def _explained(self, error: grpc.RpcError) -> AtollError:
-        if not _is_worth_a_look(error):
-            return translated(error, endpoint=self._endpoint)
-        self._traffic.disconnected()
-        found = await left_alone(self._diagnosis.find)
-        return found or translated(error, endpoint=self._endpoint)
+        told = translated(error, endpoint=self._endpoint)
+        if _has_found_nobody(error):
+            self._traffic.disconnected()
+            return await left_alone(self._diagnosis.find) or told
+        if _has_waited_in_vain(error):  # a node that waits is not to wait much longer
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_SECONDS):
+                    return _found_after_waiting(await left_alone(self._diagnosis.find), told)
+            return _found_after_waiting(no_connection(self._endpoint), told)
+        return told
 
 
 class _UnaryInterceptor(_Interceptor, grpc.aio.UnaryUnaryClientInterceptor):
@@ -337,8 +315,12 @@ class _BlockingInterceptor(grpc.UnaryUnaryClientInterceptor):
         call = continuation(details, request)
         error = call.exception()
         if isinstance(error, grpc.RpcError):
-            found = self._diagnosis.find() if _is_worth_a_look(error) else None
-            raise found or translated(error, endpoint=self._endpoint) from error
+            told, found = translated(error, endpoint=self._endpoint), None
+            if _has_found_nobody(error):
+                found = self._diagnosis.find()
+            elif _has_waited_in_vain(error):
+                found = _found_after_waiting(self._diagnosis.find(), told)
+            raise found or told from error
         return call
 
 
@@ -347,6 +329,16 @@ def _size_of(message: object) -> int:
     return cast("Message", message).ByteSize()
 
 
-def _is_worth_a_look(error: grpc.RpcError) -> bool:
+def _has_found_nobody(error: grpc.RpcError) -> bool:
     """Whether a handshake can tell more: the call got no answer from a coordinator."""
     return error.code() is grpc.StatusCode.UNAVAILABLE and not is_domain_error(error)
+
+
+def _has_waited_in_vain(error: grpc.RpcError) -> bool:
+    """Whether a handshake may tell more: gRPC does not say if it had a connection."""
+    return error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and not is_domain_error(error)
+
+
+def _found_after_waiting(found: AtollError | None, told: AtollError) -> AtollError:
+    """A coordinator that is too busy to answer may refuse a handshake as well: nothing final follows."""
+    return found if isinstance(found, UnavailableError) else told

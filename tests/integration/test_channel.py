@@ -1,8 +1,10 @@
 """Who gets through to a coordinator over real TLS, and what who does not is told."""
 
 import asyncio
+import socket
 import ssl
-from contextlib import AsyncExitStack
+from collections.abc import Iterator
+from contextlib import AsyncExitStack, ExitStack, closing, contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -24,13 +26,14 @@ from protocol.errors import (
     TemporaryError,
     UnavailableError,
 )
-from protocol.trust import pki
+from protocol.trust import handshake, pki
 from protocol.trust.credentials import Credentials
 from protocol.trust.enrolment import enrol
 from protocol.trust.handshake import Diagnosis, nothing_answers
 from protocol.trust.identity import Identity
 from protocol.trust.pki import server_name
 from protocol.v1 import session_pb2_grpc
+from protocol.wire import channel
 from protocol.wire.channel import channel_options, open_channel
 from protocol.wire.status_codes import abort
 from tests.integration.tls_coordinator import (
@@ -224,6 +227,49 @@ async def test_a_name_that_nobody_knows_here_is_called_so(coordinator: Coordinat
         await enrol(
             replace(coordinator.invite(), host=name, port=7700), Identity.generate(), "node"
         )
+
+
+@contextmanager
+def swallowing() -> Iterator[int]:
+    """A port on loopback from which no answer comes to whoever dials it: Linux drops what no queue has room for."""
+    with ExitStack() as opened:
+        full = opened.enter_context(closing(socket.create_server(("127.0.0.1", 0), backlog=0)))
+        for _ in range(4):
+            waiting = opened.enter_context(closing(socket.socket()))
+            waiting.setblocking(False)
+            waiting.connect_ex(full.getsockname())
+        yield full.getsockname()[1]
+
+
+async def test_a_coordinator_that_was_not_reached_is_not_said_to_be_slow(
+    coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(channel, "DEADLINE_SECONDS", 1.0)
+    monkeypatch.setattr(channel, "LOOK_SECONDS", 0.5)
+    monkeypatch.setattr(handshake, "TIMEOUT_SECONDS", 1.0)
+    with swallowing() as port:
+        lost = replace(coordinator.credentials(), control_port=port)
+        with pytest.raises(
+            UnavailableError, match="no connection to the coordinator .* came to be"
+        ):
+            await get_run(lost)
+        with pytest.raises(UnavailableError, match=r"no coordinator answers .*no answer in time"):
+            await asyncio.to_thread(get_run_blocking, lost)
+
+
+async def test_a_coordinator_that_is_slow_is_said_to_be_so_and_nothing_final_follows(
+    coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(channel, "DEADLINE_SECONDS", 0.5)
+
+    async def never(_: Any) -> str:
+        await asyncio.Event().wait()
+        return ""
+
+    coordinator.answer = never
+    async for answer in both_ways(coordinator.credentials()):
+        with pytest.raises(UnavailableError, match=r"did not answer in time; .*log"):
+            await answer
 
 
 async def test_a_connection_that_is_cut_in_the_handshake_may_be_tried_again(

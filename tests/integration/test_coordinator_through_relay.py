@@ -1,6 +1,7 @@
 """A real coordinator in this process, and nodes that reach it by a relay alone."""
 
 import asyncio
+import signal
 import socket
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from tests.integration.coordinator_scene import (
     new_home,
     serving,
 )
+from tests.integration.typed_commands import Running
 from tests.relay_scene import AT_HOME, HOST, World, free_port, until
 
 
@@ -65,6 +67,45 @@ async def test_nodes_join_and_attach_by_a_relay_and_are_not_given_up_while_it_is
             assert driver.state.members[node.node_id].lease_until > lease_until
             assert driver.clock.now() > stood_at
             await node.close()
+
+
+async def test_nodes_are_not_given_up_while_their_relay_hangs_and_its_connections_stay_open(
+    tmp_path: Path,
+) -> None:
+    world = World(tmp_path / "relay")
+    home = new_home(tmp_path / "run", host=AT_HOME)
+    relay = Running(
+        *("relay", "start", world.folder, "--host", HOST, "--advertise", HOST),
+        *("--port", str(world.port), "--ports", "1024-65535"),
+    )
+    try:
+        await asyncio.to_thread(relay.says, "relay ready")
+        async with serving(home, world.carriage()) as coordinator:
+            invite, _ = await invite_from(home)
+            node = await joined(invite, "node-a")
+            await node.attach()
+            node.subscribe()
+            await node.next("roster")
+            driver, through = coordinator.driver, coordinator.through
+            assert through is not None
+            relay.process.send_signal(signal.SIGSTOP)
+            await until(lambda: through.is_away)
+            assert "it is silent" in through.in_words()
+            await until(lambda: not driver.has_streams)
+            stood_at = driver.clock.now()
+            await asyncio.sleep(1.5)  # longer than what is looked at in between
+            assert driver.clock.now() == stood_at
+            assert driver.state.members[node.node_id].state is MemberState.READY
+            relay.process.send_signal(signal.SIGCONT)
+            await until(lambda: not through.is_away)
+            await node.close()
+            node.connect()
+            await node.beat()
+            assert driver.clock.now() > stood_at
+            await node.close()
+    finally:
+        relay.process.send_signal(signal.SIGCONT)
+        await asyncio.to_thread(relay.stop, signal.SIGTERM)
 
 
 async def test_one_port_serves_members_and_who_joins_also_through_a_relay(tmp_path: Path) -> None:

@@ -25,7 +25,8 @@ from protocol.errors import (
 )
 from protocol.run.run_spec import RunSpec
 from protocol.trust.invite import InvitedBy
-from protocol.wire.channel import RETRY_CAP_SECONDS, left_alone
+from protocol.wire.channel import RETRY_CAP_SECONDS
+from protocol.wire.names import left_alone
 from protocol.wire.rounds import Commit, Digest, NodeId, PeerAddress, RosterEntry
 from tests.unit.exchange_scene import in_virtual_time
 

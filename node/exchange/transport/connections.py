@@ -39,6 +39,7 @@ from node.machine.addresses import has_ipv6, leaving_by_ipv6
 from protocol.errors import AtollError
 from protocol.trust.identity import Identity, peer_id_of
 from protocol.trust.proxy import ProxyRefusedError
+from protocol.wire.names import looked_up
 from protocol.wire.rounds import RosterEntry
 
 _log = structlog.get_logger(__name__)
@@ -459,9 +460,8 @@ async def _end(daemon: P2pd, peer_id: str) -> None:
 
 async def _resolved(host: str, port: int) -> Place | None:
     """Its address of IPv4; None where it has none now."""
-    loop = asyncio.get_running_loop()
     try:
-        found = await loop.getaddrinfo(host, port, family=socket.AF_INET, type=socket.SOCK_DGRAM)
+        found = await looked_up(host, port, family=socket.AF_INET, kind=socket.SOCK_DGRAM)
     except OSError:
         return None
-    return str(found[0][4][0]), int(found[0][4][1])
+    return found[0], port

@@ -35,6 +35,7 @@ from protocol.errors import SystemRefusedError
 from protocol.files.leftovers import TemporaryFolder
 from protocol.trust.identity import Identity
 from protocol.trust.proxy import Proxy, ProxyRefusedError
+from protocol.wire.names import connection_to, looked_up
 
 _START_SECONDS = 60.0
 _STOP_SECONDS = 5.0
@@ -434,7 +435,10 @@ async def knocked(
     What is no address of TCP does not: p2pd would dial all that libp2p knows, as web sockets, and a member
     tells what it likes. Of a name it is the address that answers: resolved again it might be another one.
     """
-    knocks = [asyncio.ensure_future(_knock(multiaddr, here, seconds)) for multiaddr in multiaddrs]
+    names = asyncio.Semaphore(_NAMES_AT_ONCE)
+    knocks = [
+        asyncio.ensure_future(_knock(multiaddr, here, seconds, names)) for multiaddr in multiaddrs
+    ]
     try:
         for knock in asyncio.as_completed(knocks):
             yield await knock
@@ -443,7 +447,9 @@ async def knocked(
             each.cancel()
 
 
-async def _knock(multiaddr: str, here: Collection[str], seconds: float) -> tuple[str, str]:
+async def _knock(
+    multiaddr: str, here: Collection[str], seconds: float, names: asyncio.Semaphore
+) -> tuple[str, str]:
     place = host_and_port(multiaddr)
     if place is None:
         return multiaddr, "no address of TCP"
@@ -452,15 +458,15 @@ async def _knock(multiaddr: str, here: Collection[str], seconds: float) -> tuple
         return multiaddr, why_not
     try:
         async with asyncio.timeout(seconds):
-            found = await asyncio.get_running_loop().getaddrinfo(
-                host, port, family=_FAMILIES[multiaddr.split("/")[1]], type=socket.SOCK_STREAM
-            )
-            hosts = list(dict.fromkeys(str(at[0]) for *_, at in found))
+            async with names:
+                hosts = await looked_up(host, port, family=_FAMILIES[multiaddr.split("/")[1]])
             reasons = [why_not_dialled(each, here) for each in hosts]
             if all(reasons):
                 return multiaddr, f"{host} is {', '.join(hosts)}: {reasons[0]}"
             dialled = [each for each, why in zip(hosts, reasons, strict=True) if not why]
-            each = await _first_to_answer(dialled[:_MOST_OF_ONE_NAME], port)
+            _, writer = await connection_to(dialled[:_MOST_OF_ONE_NAME], port)
+            each = str(writer.get_extra_info("peername")[0])
+            drop(writer)
             return f"/ip{6 if ':' in each else 4}/{each}/tcp/{port}", ""
     except TimeoutError:
         return multiaddr, f"no answer within {seconds:g} s"
@@ -472,19 +478,11 @@ async def _knock(multiaddr: str, here: Collection[str], seconds: float) -> tuple
         return multiaddr, str(error)
 
 
-async def _first_to_answer(hosts: Sequence[str], port: int) -> str:
-    """Raises the OSError of the last one where none does."""
-    *others, last = hosts
-    for host in others:
-        with suppress(OSError):
-            drop((await asyncio.open_connection(host, port))[1])
-            return host
-    drop((await asyncio.open_connection(last, port))[1])
-    return last
-
-
 _MOST_OF_ONE_NAME = 2
 """Addresses that are dialled: a name may have hundreds, and whoever has it chooses which."""
+
+_NAMES_AT_ONCE = 2
+"""Of one member: it may tell names that no server resolves, and each takes a place for long."""
 
 _FAMILIES = {
     "ip4": socket.AF_INET,

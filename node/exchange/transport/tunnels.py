@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator
 from node.exchange.transport.streams import BROKEN, drop
 from node.heavy import cancelled
 from protocol.trust.proxy import MAX_ANSWER_BYTES, Proxy, ProxyRefusedError
+from protocol.wire.names import connection_to, looked_up
 
 CHUNK_BYTES = 1 << 16
 
@@ -84,7 +85,8 @@ class Tunnels:
 
     async def _made(self, host: str, port: int) -> Ends:
         proxy = self.proxy
-        reader, writer = await asyncio.open_connection(proxy.host, proxy.port, limit=CHUNK_BYTES)
+        hosts = await looked_up(proxy.host, proxy.port)
+        reader, writer = await connection_to(hosts, proxy.port, limit=CHUNK_BYTES)
         try:
             _heed_silence(writer.get_extra_info("socket"))
             writer.write(proxy.request(host, port))

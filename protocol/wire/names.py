@@ -1,0 +1,135 @@
+"""Names of hosts: looked up beside all else, and the first of their addresses that answers.
+
+A resolver that hangs holds each look-up up for ten seconds and more. asyncio looks names up in the threads
+that it has for everything: a few dead names would take them all, and rounds and a Ctrl-C would wait.
+"""
+
+import asyncio
+import contextlib
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeVar, cast
+from weakref import WeakKeyDictionary
+
+MOST_AT_ONCE = 16
+"""Look-ups of a process; others wait."""
+
+STAGGER_SECONDS = 0.25
+"""An address that does not answer holds the next one up so long: RFC 8305, Happy Eyeballs, section 5."""
+
+Ends = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+_Answer = TypeVar("_Answer")
+
+_places: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
+
+
+async def left_alone(work: Callable[[], _Answer]) -> _Answer:
+    """Runs `work` in a thread that nobody waits for when the process ends.
+
+    For asyncio's own threads it waits: a look at a host that swallows packets, or at a name that no
+    server resolves yet, would hold up a Ctrl-C for many seconds.
+    """
+    loop = asyncio.get_running_loop()
+    outcome: asyncio.Future[_Answer] = loop.create_future()
+
+    def settle(answer: _Answer | None, error: BaseException | None) -> None:
+        if outcome.done():
+            return  # whoever asked has gone
+        if error is not None:
+            outcome.set_exception(error)
+        else:
+            outcome.set_result(cast("_Answer", answer))
+
+    def run() -> None:
+        answer, error = None, None
+        try:
+            answer = work()
+        except BaseException as raised:
+            error = raised
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(settle, answer, error)
+
+    threading.Thread(target=run, name="left alone", daemon=True).start()
+    return await outcome
+
+
+async def looked_up(
+    host: str,
+    port: int,
+    *,
+    family: int = socket.AF_UNSPEC,
+    kind: int = socket.SOCK_STREAM,
+    seconds: float | None = None,
+) -> list[str]:
+    """The addresses that a name leads to, in the order to try them; an address leads to itself.
+
+    Raises OSError, also where there is no answer within `seconds`.
+    """
+    look = partial(socket.getaddrinfo, host, port, family, kind)
+    try:
+        found = look(flags=socket.AI_NUMERICHOST)  # asks nobody
+    except socket.gaierror:
+        try:
+            async with asyncio.timeout(seconds):
+                found = await _in_its_turn(look)
+        except TimeoutError as error:
+            raise socket.gaierror(socket.EAI_AGAIN, "no name server answers in time") from error
+    return list(dict.fromkeys(str(place[0]) for *_, place in found))
+
+
+async def _in_its_turn(look: Callable[[], _Answer]) -> _Answer:
+    """A look-up that nobody waits for any more keeps its place until it ends, or there would be ever more."""
+    loop = asyncio.get_running_loop()
+    places = _places.setdefault(loop, asyncio.Semaphore(MOST_AT_ONCE))
+    await places.acquire()
+    looking = asyncio.ensure_future(left_alone(look))
+
+    def end(done: asyncio.Future[_Answer]) -> None:
+        places.release()
+        if not done.cancelled():
+            done.exception()  # whoever waits is told; nobody may
+
+    looking.add_done_callback(end)
+    return await asyncio.shield(looking)
+
+
+async def connection_to(hosts: Sequence[str], port: int, **how: Any) -> Ends:
+    """A connection to the first of several addresses that answers; `how` is asyncio.open_connection's.
+
+    The next one is dialled soon, for the first may be of a family that leads nowhere here. Raises the
+    OSError of the last one where none does.
+    """
+    left = list(hosts)
+    dials: set[asyncio.Task[Ends]] = set()
+    failure: BaseException = OSError("no address")
+    made: Ends | None = None
+    try:
+        while left or dials:
+            if left:
+                dials.add(asyncio.create_task(asyncio.open_connection(left.pop(0), port, **how)))
+            patience = STAGGER_SECONDS if left else None
+            done, dials = await asyncio.wait(
+                dials, timeout=patience, return_when=asyncio.FIRST_COMPLETED
+            )
+            for dial in done:
+                if (error := dial.exception()) is not None:
+                    failure = error
+                elif made is None:
+                    made = dial.result()
+                else:
+                    dial.result()[1].transport.abort()
+            if made is not None:
+                return made
+        raise failure
+    finally:
+        for dial in dials:
+            dial.add_done_callback(_drop)
+            dial.cancel()
+
+
+def _drop(dial: asyncio.Task[Ends]) -> None:
+    if not dial.cancelled() and dial.exception() is None:
+        dial.result()[1].transport.abort()

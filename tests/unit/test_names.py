@@ -1,0 +1,111 @@
+"""Names are looked up beside all else, and the first address that answers is taken."""
+
+import asyncio
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from typing import Any
+
+import pytest
+
+from node.exchange.transport.p2pd import knocked
+from protocol.wire.names import MOST_AT_ONCE, connection_to, looked_up
+
+
+class HangingResolver:
+    """Answers no name until it is told to end."""
+
+    def __init__(self) -> None:
+        self._may_end = threading.Event()
+        self._lock = threading.Lock()
+        self.num_asked = self.num_answered = 0
+
+    def getaddrinfo(self, host: str, *_: Any, flags: int = 0, **__: Any) -> list[Any]:
+        if flags & socket.AI_NUMERICHOST:
+            raise socket.gaierror(socket.EAI_NONAME, "no address")
+        with self._lock:
+            self.num_asked += 1
+        self._may_end.wait(60)
+        self.num_answered += 1
+        raise socket.gaierror(socket.EAI_AGAIN, "no answer")
+
+    def end(self) -> None:
+        self._may_end.set()
+
+
+@pytest.fixture
+def resolver(monkeypatch: pytest.MonkeyPatch) -> Iterator[HangingResolver]:
+    hanging = HangingResolver()
+    monkeypatch.setattr(socket, "getaddrinfo", hanging.getaddrinfo)
+    yield hanging
+    hanging.end()
+
+
+async def _dialled(member: int) -> list[tuple[str, str]]:
+    told = [f"/dns4/{member}-{place}.example/tcp/7710" for place in range(16)]
+    return [each async for each in knocked(told, here=(), seconds=0.5)]
+
+
+async def test_members_whose_names_nobody_resolves_hold_no_work_of_a_round_up(
+    resolver: HangingResolver,
+) -> None:
+    found = await asyncio.gather(*(_dialled(member) for member in range(4)))
+    assert all("no answer within" in why for told in found for _, why in told)
+    async with asyncio.timeout(20):
+        assert await asyncio.to_thread(lambda: "hashed") == "hashed"
+
+
+async def test_names_of_one_member_leave_places_for_those_of_others(
+    resolver: HangingResolver,
+) -> None:
+    await _dialled(0)
+    assert 0 < resolver.num_asked <= 2
+
+
+async def test_no_more_names_are_looked_up_at_once_than_there_are_places(
+    resolver: HangingResolver,
+) -> None:
+    asked = [looked_up(f"{n}.example", 1, seconds=0.5) for n in range(3 * MOST_AT_ONCE)]
+    found = await asyncio.gather(*asked, return_exceptions=True)
+    assert all("no name server answers in time" in str(error) for error in found)
+    assert resolver.num_asked == MOST_AT_ONCE
+
+
+def test_a_process_ends_while_a_resolver_hangs(resolver: HangingResolver) -> None:
+    with pytest.raises(socket.gaierror, match="no name server answers in time"):
+        asyncio.run(looked_up("slow.example", 1, seconds=0.1))
+    assert (resolver.num_asked, resolver.num_answered) == (1, 0)
+
+
+async def test_an_address_is_no_name() -> None:
+    assert await looked_up("192.0.2.7", 80) == ["192.0.2.7"]
+    assert await looked_up("2001:db8::7", 80) == ["2001:db8::7"]
+
+
+async def test_a_name_leads_to_addresses_of_the_family_that_is_asked_for() -> None:
+    assert await looked_up("localhost", 80, family=socket.AF_INET) == ["127.0.0.1"]
+
+
+async def test_an_address_that_swallows_packets_does_not_hold_the_next_one_up() -> None:
+    with ExitStack() as opened:
+        full = opened.enter_context(closing(socket.socket()))
+        full.bind(("127.0.0.3", 0))
+        full.listen(0)
+        place = full.getsockname()
+        for _ in range(4):  # Linux drops what comes beyond the queue
+            waiting = opened.enter_context(closing(socket.socket()))
+            waiting.setblocking(False)
+            waiting.connect_ex(place)
+        server = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", place[1])
+        async with server, asyncio.timeout(30):
+            _, writer = await connection_to(["127.0.0.3", "127.0.0.1"], place[1])
+            assert writer.get_extra_info("peername")[0] == "127.0.0.1"
+            writer.close()
+
+
+async def test_where_no_address_answers_the_last_ones_reason_is_told() -> None:
+    with closing(socket.socket()) as bound:
+        bound.bind(("127.0.0.1", 0))
+        with pytest.raises(ConnectionRefusedError):
+            await connection_to(["127.0.0.1", "127.0.0.2"], bound.getsockname()[1])
