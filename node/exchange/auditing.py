@@ -29,7 +29,8 @@ from node.exchange.peers import (
     WantResult,
 )
 from node.exchange.reduction import AS_KEPT, Reduction
-from node.exchange.round.state import RoundState, Rules, misfit
+from node.exchange.round.admission import misfit
+from node.exchange.round.state import RoundState, Rules
 from node.exchange.state.sources import StateHere
 from node.heavy import Heavy, cancelled
 from node.outer_state import Vector

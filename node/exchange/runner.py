@@ -17,6 +17,7 @@ from node.exchange.codecs.codec import CodecError
 from node.exchange.fetching import Donors, fetch_results
 from node.exchange.giving import Push, Pushes, Turns
 from node.exchange.peers import Admission, TransferRefusedError, Transport, WantResult
+from node.exchange.round.admission import contradicted, misfit_of_result, refusal
 from node.exchange.round.state import (
     Action,
     Closed,
@@ -42,11 +43,8 @@ from node.exchange.round.state import (
     Send,
     Tell,
     TimePassed,
-    contradicted,
     in_order_of_sending,
-    misfit_of_result,
     opened,
-    refusal,
 )
 from node.exchange.round.transition import is_complete, is_wanted, step
 from node.exchange.state.sources import StateHere
@@ -387,7 +385,7 @@ def turns_of(plan: Plan, rules: Rules, transport: Transport) -> Turns | None:
 
     None where it reduces, has one peer to send to, or where few bodies would leave its link idle between
     them, and while nobody knows what its link carries. Nor where a reducer would get nothing for so long,
-    while others have their turn, that it stops waiting (node.exchange.round.state).
+    while others have their turn, that it stops waiting (node.exchange.round.waiting).
     """
     reducers = {part.reducer_id for part in plan.slices}
     rate = transport.seen().link_rates.up_bytes_per_second

@@ -21,9 +21,7 @@ from node.exchange.outer import Outer
 from node.exchange.owing import Owing
 from node.exchange.reduction import Reduction, Sender, SliceResult
 from node.exchange.round import transition
-from node.exchange.round.state import (
-    Tell,
-)
+from node.exchange.round.state import Tell
 from node.island.data.dataset import Corpus
 from node.outer_state import Vector
 from protocol.trust.evidence import proven_by

@@ -7,6 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from node.exchange.round.admission import refusal
 from node.exchange.round.state import (
     Awaited,
     Closed,
@@ -33,16 +34,9 @@ from node.exchange.round.state import (
     Tell,
     TimePassed,
     opened,
-    refusal,
 )
-from node.exchange.round.transition import (
-    collecting,
-    is_complete,
-    is_wanted,
-    late_for,
-    step,
-    waiting_for,
-)
+from node.exchange.round.transition import is_complete, is_wanted, step
+from node.exchange.round.waiting import collecting, late_for, waiting_for
 from protocol.wire.findings import ResultRefused
 from protocol.wire.messages import (
     Held,

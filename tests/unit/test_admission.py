@@ -10,8 +10,8 @@ import pytest
 from node.exchange.codecs.codec import Codec
 from node.exchange.codecs.registry import codec_named
 from node.exchange.reduction import Reduction
+from node.exchange.round.admission import refusal
 from node.exchange.round.state import (
-    FULL_LEAST_SECONDS,
     Links,
     PayloadCame,
     Reduce,
@@ -19,9 +19,9 @@ from node.exchange.round.state import (
     Rules,
     TimePassed,
     opened,
-    refusal,
 )
-from node.exchange.round.transition import late_for, step, waiting_for
+from node.exchange.round.transition import step
+from node.exchange.round.waiting import FULL_LEAST_SECONDS, late_for, waiting_for
 from protocol.wire.messages import ParticipantsDeparted, SliceTakenOver
 from protocol.wire.payload import MANIFEST, Payload, PayloadHeader
 from protocol.wire.rounds import BLOCK, NodeId

@@ -1,132 +1,21 @@
 """A round as this node knows it: one value, what can happen to it, and what follows from that. Pure.
 
-First how long a reducer waits for whom, then the round itself, its events and actions, and last what a peer
-may bring to it. What an event does is in transition.py; who carries actions out is node.exchange.runner.
-Payloads are referred to here, and their bodies never looked into.
+First the round itself, then its events and actions. What an event does is in transition.py, how long what is
+waited for in waiting.py, and what a peer may bring in admission.py; who carries actions out is
+node.exchange.runner. Payloads are referred to here, and their bodies never looked into.
 """
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from node.exchange.codecs.codec import Codec
 from node.exchange.peers import Waits
 from node.exchange.reduction import Reduction, SliceResult
 from protocol.wire.messages import Report, RoundNews
-from protocol.wire.payload import CONTRIBUTION, RESULT, Payload, PayloadHeader
-from protocol.wire.rounds import Commit, Digest, NodeId, Plan, Slice, SliceOutcome, training_in
-
-# Waiting for contributions
-#
-# A reducer waits more briefly for members that kept some lately. A contribution that does not come shows
-# nothing of who is at fault: its node may keep it, or the reducer may refuse it. So this costs neither of the
-# two its part. A member whose work a result lacked, of any reducer, is waited for briefly in the next
-# BRIEF_ROUNDS: a quarter as long again as the contributions of others took, or for as long as something of
-# its own comes, for its link may be slow. A reducer that waited so in vain does not wait for it until its
-# work was in time in 1, 2, 4, ... rounds. What comes in time counts, whoever was waited for. Of whom the plan
-# asks more steps than of those that are here, as they check somebody's work, it waits as many times as long.
-#
-# The member with the slowest link would never be in time again, nor would one whose work another member
-# carries. So it waits a quarter as long again while something of theirs comes, and in any case for those whom
-# the plan says to be carried here; and no longer: who only lets it trickle costs others what an honest slow
-# link does.
-#
-# Also who is waited for in full is not waited for to the deadline where less than half are late, and nothing
-# of its comes or has come. The first deadlines of a run are the run file's, a hundred times a quick round.
-# Once the coordinator says that all have trained, nobody's steps are what is slow. Of honest ones something
-# comes soon then, however slow their links. So the wait is less than half as long again as those with most of
-# the weight took: what comes later does not move the end, or liars that come one after the other would.
-
-BRIEF_ROUNDS = 16
-"""After a round that lacked somebody's work. So who works and idles by turns is in full waited for in one of
-17 rounds."""
-
-MOST_IN_TIME = 16
-"""So many rounds in time are asked at most of somebody whom a reducer waited for in vain."""
-
-KEPT_ROUNDS = 64
-"""After so many, what somebody missed is forgotten."""
-
-TIMES_OTHERS, LEAST_SECONDS = 1.25, 1.0
-"""So long, as a multiple of what the others took, is waited briefly; at least so long after them."""
-
-FULL_TIMES_OTHERS, FULL_LEAST_SECONDS = 4.0, 10.0
-"""Likewise for a few of whom nothing comes, in full, while some may still train."""
-
-TRAINED_TIMES_OTHERS, TRAINED_LEAST_SECONDS = 1.4, 4.0
-"""Likewise once all have trained, from when most of the others' contributions were here. They encode and
-connect in this time."""
-
-SILENT_TIMES_OTHERS, SILENT_LEAST_SECONDS = 1.2, 1.0
-"""So long, as a multiple of what most results took, a result of which nothing comes is waited for before this
-node says so; at least so long after them. To say it is not to give it up: coordinator.swarm.takeover."""
-
-
-class Awaited(Enum):
-    """How long a reducer waits for somebody's contributions to a round."""
-
-    FULLY = auto()  # until the deadline, or several times as long as others: see above
-    BRIEFLY = auto()  # not much longer than for the others', unless they are coming
-    NOT = auto()  # no longer than for the others', and not much longer though they are coming
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Missed:
-    """In which rounds committed results lacked a participant's work."""
-
-    newest_round: int  # in which a slice of anybody's lacked it
-    after_brief: tuple[int, ...] = ()  # in which this node's slices did: it waited briefly
-    num_in_time: int = 0  # rounds since the latest of these in which they had it
-
-    def awaited_in(self, round: int) -> Awaited:
-        """How long this node waits for it in a round."""
-        if self.after_brief:
-            asked = min(MOST_IN_TIME, 1 << (len(self.after_brief) - 1))
-            if self.num_in_time < asked:
-                return Awaited.NOT
-        return Awaited.BRIEFLY if round <= self.newest_round + BRIEF_ROUNDS else Awaited.FULLY
-
-
-def with_commit(
-    before: Mapping[NodeId, Missed], commit: Commit, own_slices: Collection[int]
-) -> dict[NodeId, Missed]:
-    """What is known of each participant after a commit; `own_slices` are those that this node has reduced.
-
-    Nothing new, where a slice or another lacks most of those that trained: then it was the deadline.
-    """
-    results = [outcome for outcome in commit.slices if outcome.digest is not None]
-    training = set(training_in(commit.assignments))
-    lacking = {
-        outcome.index: training - {c.node_id for c in outcome.contributors} for outcome in results
-    }
-    anywhere = frozenset[NodeId]().union(*lacking.values())
-    of_own = [lacking[i] for i in own_slices if i in lacking]
-    own = frozenset[NodeId]().union(*of_own)
-    kept = {n: m for n, m in before.items() if commit.round - m.newest_round < KEPT_ROUNDS}
-    for node_id in (kept.keys() & training) - own if of_own else ():
-        in_time = min(MOST_IN_TIME, kept[node_id].num_in_time + 1)
-        kept[node_id] = replace(kept[node_id], num_in_time=in_time)
-    if 2 * len(anywhere) > len(training):
-        return kept
-    for node_id in anywhere:
-        was = kept.get(node_id)
-        missed = (
-            replace(was, newest_round=commit.round) if was else Missed(newest_round=commit.round)
-        )
-        if was and node_id in own and was.awaited_in(commit.round) is Awaited.BRIEFLY:
-            lately = (r for r in was.after_brief if commit.round - r < KEPT_ROUNDS)
-            missed = replace(missed, after_brief=(*lately, commit.round), num_in_time=0)
-        kept[node_id] = missed
-    return kept
-
-
-def less_awaited(plan: Plan, missed: Mapping[NodeId, Missed]) -> dict[NodeId, Awaited]:
-    """Of those that train, whom this node does not wait for in full; nobody, where that were most of them."""
-    training = training_in(plan.assignments)
-    found = {n: missed[n].awaited_in(plan.round) for n in training if n in missed}
-    less = [node_id for node_id, awaited in found.items() if awaited is not Awaited.FULLY]
-    return {n: found[n] for n in less} if 2 * len(less) <= len(training) else {}
+from protocol.wire.payload import Payload, PayloadHeader
+from protocol.wire.rounds import Commit, Digest, NodeId, Plan, Slice, SliceOutcome
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,6 +39,14 @@ class Phase(Enum):
     REDUCED = auto()  # has made the result, or had nothing to make it of
 
 
+class Awaited(Enum):
+    """How long a reducer waits for somebody's contributions to a round."""
+
+    FULLY = auto()  # until the deadline, or several times as long as others: see waiting.py
+    BRIEFLY = auto()  # not much longer than for the others', unless they are coming
+    NOT = auto()  # no longer than for the others', and not much longer though they are coming
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SliceState:
     """All that this node knows of a slice."""
@@ -171,6 +68,12 @@ class SliceState:
     refused: PayloadHeader | None = None  # of its present reducer's result that does not decode
     wanted: SliceOutcome | None = None  # its result as the coordinator names it
     is_fetched: bool = False  # others were asked for what is wanted; that is done once
+
+    @property
+    def is_missing(self) -> bool:
+        """Whether the coordinator names a result that this node does not have."""
+        digest = None if self.wanted is None else self.wanted.digest
+        return digest is not None and (self.held is None or self.held.digest != digest)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,6 +108,11 @@ class RoundState:
     committed_at: float = 0.0
     num_fetches: int = 0  # of committed results, under way
     is_closed: bool = False  # nothing of the round is taken, sent or waited for any more
+
+    @property
+    def missing(self) -> list[SliceState]:
+        """The slices whose named result this node does not have."""
+        return [known for known in self.slices.values() if known.is_missing]
 
     @property
     def carried_from(self) -> frozenset[NodeId]:
@@ -457,137 +365,3 @@ class Fetch:
 
 
 Action = Send | Reduce | Hold | Drop | Tell | Fetch
-
-
-# Admission
-#
-# What a peer may bring is decided once, by the payload's header and what the round is at. The same question
-# is asked before a byte of a body is read, while it comes, and when it is here: a slice may have been taken
-# over, and a mean have begun, since the offer.
-
-
-def refusal(
-    rules: Rules,
-    state: RoundState | None,
-    sender: NodeId,
-    header: PayloadHeader,
-    *,
-    admitted_in: int | None = None,
-) -> str:
-    """Why a payload is not taken of its sender, in a sentence; empty when it is.
-
-    `admitted_in` is the slice's attempt when it was admitted; None: it is offered. `state` is of the
-    round that is open at this node; None when none is.
-    """
-    if header.run_digest != rules.run_digest:
-        return f"run digest {header.run_digest.hex()[:8]} is not ours, {rules.run_digest.hex()[:8]}"
-    if state is None or state.is_closed or state.plan.round != header.round:
-        return f"round {header.round} is not open at this node"
-    if header.base_digest != state.plan.base_digest:
-        return (
-            f"{place_of(header)} is from state {header.base_digest.hex()[:8]}, and its plan is on "
-            f"{state.plan.base_digest.hex()[:8]}"
-        )
-    if header.plan_opened_at != state.plan.opened_at:
-        return f"{place_of(header)} goes by another plan of the round"
-    known = state.slices.get(header.slice_index)
-    if header.kind == CONTRIBUTION:
-        return _refusal_of_contribution(state, known, sender, header)
-    if header.kind == RESULT:
-        return _refusal_of_result(state, known, sender, header, admitted_in)
-    return f"a {header.kind_name} is fetched, never pushed"
-
-
-def _refusal_of_contribution(
-    state: RoundState, known: SliceState | None, sender: NodeId, header: PayloadHeader
-) -> str:
-    place, rules = place_of(header), state.rules
-    if known is None or known.phase is Phase.ELSEWHERE or header.fragment != state.plan.fragment:
-        return f"this node does not reduce {place}"
-    if header.sender_id != sender:
-        return f"{sender} offers a contribution in the name of {header.sender_id}"
-    assignment = state.plan.assignment_of(sender)
-    if assignment is None:
-        return f"{sender} takes no part in round {header.round}"
-    if why := misfit(header, known.part, rules.uplink):
-        return why
-    if header.samples > assignment.num_samples:
-        return f"{header.samples} samples for {place}, where {assignment.num_samples} were assigned"
-    most_tokens = header.samples * rules.context
-    if not 0 < header.tokens <= most_tokens:
-        return (
-            f"{header.tokens} tokens in {header.samples} samples for {place}, which have "
-            f"{most_tokens}"
-        )
-    before = known.contributions.get(sender)
-    if before is not None and before.header.body_digest != header.body_digest:
-        return f"{place} has another contribution of {sender} already"
-    if before is None and known.phase is not Phase.COLLECTING:
-        return f"{place} is already reduced"
-    return ""
-
-
-def _refusal_of_result(
-    state: RoundState,
-    known: SliceState | None,
-    sender: NodeId,
-    header: PayloadHeader,
-    admitted_in: int | None,
-) -> str:
-    place = place_of(header)
-    if known is None or known.part.reducer_id != sender or header.sender_id != sender:
-        return f"{sender} does not reduce {place}"
-    if admitted_in is None and known.is_fetched and state.commit is not None:
-        return f"{place} is being fetched already"
-    if admitted_in not in (None, known.attempt):  # its reducer makes another result
-        return f"{place} has been taken over meanwhile"
-    if known.held is not None and known.held.header != header:
-        return f"another result of {place} is held already"
-    if why := misfit(header, known.part, state.rules.downlink):
-        return why
-    return f"this result of {place} does not decode" if known.refused == header else ""
-
-
-def misfit_of_result(state: RoundState, header: PayloadHeader) -> str:
-    """What of a result that a slice's reducer has signed for this plan shows that nobody can use it."""
-    plan, known = state.plan, state.slices.get(header.slice_index)
-    place = header.round, header.base_digest, header.plan_opened_at
-    if known is None or place != (plan.round, plan.base_digest, plan.opened_at):
-        return ""
-    if header.kind != RESULT or header.run_digest != state.rules.run_digest:
-        return ""
-    if header.sender_id != known.part.reducer_id:
-        return ""
-    return misfit(header, known.part, state.rules.downlink)
-
-
-def contradicted(state: RoundState | None, header: PayloadHeader) -> PayloadHeader | None:
-    """What is here of the same maker for the same slot, and is another: one of both is a lie."""
-    known = None if state is None else state.slices.get(header.slice_index)
-    if known is None:
-        return None
-    held = known.contributions.get(header.sender_id) if header.kind == CONTRIBUTION else known.held
-    for here in (held.header if held is not None else None, known.refused):
-        if here is not None and header.contradicts(here):
-            return here
-    return None
-
-
-def misfit(header: PayloadHeader, part: Slice | SliceOutcome, codec: Codec) -> str:
-    """What of a payload is not as its slice must have it, by elements, codec and size; empty for nothing."""
-    place = place_of(header)
-    if (header.start, header.num_elements) != (part.start, part.num_elements):
-        return (
-            f"{place} holds elements {part.start}+{part.num_elements}, "
-            f"not {header.start}+{header.num_elements}"
-        )
-    if header.codec != codec.name:
-        return f"a {header.kind_name} of {place} comes in {codec.name}, not {header.codec}"
-    if not codec.admits(header.body_bytes, header.num_elements):
-        return f"{place} has no body of {header.body_bytes} bytes"
-    return ""
-
-
-def place_of(header: PayloadHeader) -> str:
-    """Which slice a payload is of, in words."""
-    return f"slice {header.slice_index} of round {header.round}"

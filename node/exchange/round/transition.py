@@ -6,22 +6,14 @@ an earlier takeover change nothing.
 """
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from node.exchange.reduction import Reduction, SliceResult
+from node.exchange.round.admission import refusal
 from node.exchange.round.state import (
-    FULL_LEAST_SECONDS,
-    FULL_TIMES_OTHERS,
-    LEAST_SECONDS,
-    SILENT_LEAST_SECONDS,
-    SILENT_TIMES_OTHERS,
-    TIMES_OTHERS,
-    TRAINED_LEAST_SECONDS,
-    TRAINED_TIMES_OTHERS,
     Action,
-    Awaited,
     Closed,
     Committed,
     ContributionBegan,
@@ -46,7 +38,13 @@ from node.exchange.round.state import (
     SliceState,
     Tell,
     TimePassed,
-    refusal,
+)
+from node.exchange.round.waiting import (
+    collecting,
+    collects_until,
+    due_times,
+    late_for,
+    silent_times,
 )
 from protocol.wire.findings import LeftOutSeen, ResultRefused
 from protocol.wire.messages import (
@@ -61,16 +59,6 @@ from protocol.wire.messages import (
 )
 from protocol.wire.payload import CONTRIBUTION, RESULT, Payload, PayloadHeader
 from protocol.wire.rounds import WHOLE, NodeId, SliceOutcome, contribution_digest
-
-GRACE_ROUND_TRIPS = 8
-"""So long, and Waits.grace_seconds, nothing may come from a reducer that should push a result, until we
-fetch it from others.
-
-It began to push before the commit, so only its offer's way counts. In round trips, a connection made anew
-is five or six of them and a stream one; in seconds, a lost packet is one, and a router's queue of 1 MB
-nearly another at 10 Mbit/s. At 500 ms that is 6 s: fetched sooner, a result would often travel twice. Where
-a round trip takes a millisecond it is 2 s, and they are lost only when a reducer that lives and can be
-reached pushes nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,79 +89,10 @@ def step(state: RoundState, event: Event, now: float) -> Transition:
     _fetch_what_is_due(turn)
     _tell_what_is_silent(turn)
     times = [collects_until(turn.state, known) for known in collecting(turn.state)]
-    times += [at for at in _due_times(turn.state).values() if at < math.inf]
-    times += [at for at in _silent_times(turn.state).values() if at > now]
+    times += [at for at in due_times(turn.state).values() if at < math.inf]
+    times += [at for at in silent_times(turn.state).values() if at > now]
     wake_at = min(times, default=None)
     return Transition(state=turn.state, actions=tuple(turn.actions), wake_at=wake_at, refusal=why)
-
-
-def collecting(state: RoundState) -> list[SliceState]:
-    """The slices that contributions are waited for; none once the round is decided."""
-    slices = state.slices.values() if state.commit is None else ()
-    return [known for known in slices if known.phase is Phase.COLLECTING]
-
-
-def late_for(state: RoundState, known: SliceState) -> frozenset[NodeId]:
-    """Whose contributions to a slice are waited for."""
-    assigned = {assignment.node_id for assignment in state.plan.assignments}
-    return frozenset(assigned - known.contributions.keys() - state.silent)
-
-
-def collects_until(state: RoundState, known: SliceState) -> float:
-    """When the reducer takes the mean of what is here; never, for as long as it is early, of all.
-
-    Some are not waited for as long: see node.exchange.round.state.
-    """
-    late = late_for(state, known)
-    awaited = {n: _awaited(state, known, n) for n in late}
-    if known.others_at is None or any(
-        state.num_coming.get(n) for n in late if awaited[n] is not Awaited.NOT
-    ):
-        return known.deadline
-    num_training = state.plan.num_training
-    took = (known.others_at - known.begun_at) * _times_as_many_steps(state, known, late)
-    if Awaited.FULLY in awaited.values():
-        if 2 * len(late) >= num_training:
-            return known.deadline
-        took = max(FULL_TIMES_OTHERS * took, took + FULL_LEAST_SECONDS)
-        if state.training_ended_at is not None and known.most_at is not None:
-            most = known.most_at - known.begun_at
-            more = max((TRAINED_TIMES_OTHERS - 1) * most, TRAINED_LEAST_SECONDS)
-            since = max(known.most_at, state.training_ended_at)
-            took = min(took, since + more - known.begun_at)
-    elif (
-        Awaited.BRIEFLY in awaited.values()
-        or not late.isdisjoint(state.carried_from)
-        or any(map(state.num_coming.get, late))
-    ):
-        took = max(TIMES_OTHERS * took, took + LEAST_SECONDS)
-    # A node's next contribution begins a little after the one before.
-    came = [
-        state.came_at[n] + state.rules.waits.grace_seconds
-        for n, each in awaited.items()
-        if each is not Awaited.NOT and n in state.came_at
-    ]
-    return min(known.deadline, max([known.begun_at + took, *came]))
-
-
-def _times_as_many_steps(state: RoundState, known: SliceState, late: Collection[NodeId]) -> float:
-    """What the plan asks of those that are late, over what it asks of those that are here; 1 at least.
-
-    A member that checks others' work is asked for fewer steps, and is here sooner.
-    """
-    steps = {a.node_id: a.inner_steps for a in state.plan.assignments}
-    here = (steps.get(n, 0) for n in known.contributions if n not in state.awaited)
-    most_here = max(here, default=0)
-    most_late = max((steps.get(n, 0) for n in late), default=0)
-    return max(1.0, most_late / most_here) if most_here else 1.0
-
-
-def _awaited(state: RoundState, known: SliceState, node_id: NodeId) -> Awaited:
-    """How long somebody is waited for; not once more where a slice that others reduced comes to this node."""
-    is_given_up = known.attempt > 0 and node_id in state.given_up
-    if is_given_up and not state.num_coming.get(node_id):
-        return Awaited.NOT
-    return state.awaited.get(node_id, Awaited.FULLY)
 
 
 def is_wanted(state: RoundState, send: Send) -> bool:
@@ -188,21 +107,8 @@ def is_wanted(state: RoundState, send: Send) -> bool:
 
 def is_complete(state: RoundState) -> bool:
     """Whether all that will come of the committed results is here; what nobody delivers is missing."""
-    missing = _missing(state)
+    missing = state.missing
     return not missing or (all(known.is_fetched for known in missing) and not state.num_fetches)
-
-
-def waiting_for(state: RoundState) -> str:
-    """What the exchange waits for, in words; empty when for nothing."""
-    if state.commit is not None:
-        missing = [known.part.index for known in _missing(state)]
-        if len(missing) > 1:
-            return f"results of {len(missing)} slices of round {state.plan.round}"
-        return "".join(f"the result of slice {i} of round {state.plan.round}" for i in missing)
-    nodes = {node_id for known in collecting(state) for node_id in late_for(state, known)}
-    if len(nodes) < 2:
-        return "one contribution" if nodes else ""
-    return f"contributions of {len(nodes)} nodes"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -250,7 +156,7 @@ def _take_in(turn: _Turn, event: Event) -> None:
             _refuse(turn, header)
         case ResultFetched(payload=payload):
             known = turn.state.slices[payload.header.slice_index]
-            if known.wanted and known.wanted.digest == payload.digest and _is_missing(known):
+            if known.wanted and known.wanted.digest == payload.digest and known.is_missing:
                 _hold(turn, payload, agreement=event.agreement)
         case FetchEnded(is_committed=is_committed):
             turn.state = replace(turn.state, num_fetches=turn.state.num_fetches - is_committed)
@@ -493,7 +399,7 @@ def _fetch_what_is_due(turn: _Turn) -> None:
     bytes once more over the link that is slow. A push that stalls is broken off by the transport, and one
     that takes longer than the patience has a donor beside it.
     """
-    due = {index for index, at in _due_times(turn.state).items() if at <= turn.now}
+    due = {index for index, at in due_times(turn.state).items() if at <= turn.now}
     outcomes = tuple(k.wanted for i, k in turn.state.slices.items() if i in due and k.wanted)
     for index in due:
         turn.put(index, is_fetched=True)
@@ -506,69 +412,8 @@ def _fetch_what_is_due(turn: _Turn) -> None:
 
 def _tell_what_is_silent(turn: _Turn) -> None:
     """Says of which results nothing comes, and when that changes."""
-    times = _silent_times(turn.state)
+    times = silent_times(turn.state)
     silent = tuple(sorted(index for index, at in times.items() if at <= turn.now))
     if silent != turn.state.silent_slices and turn.state.commit is None:
         turn.state = replace(turn.state, silent_slices=silent)
         turn.actions.append(Tell(report=ResultsSilent(slice_indexes=silent)))
-
-
-def _silent_times(state: RoundState) -> Mapping[int, float]:
-    """From when nothing comes of each result that others should bring, for longer than most took."""
-    most_at = state.most_held_at
-    if most_at is None or state.commit is not None:
-        return {}
-    begun_at = min(known.begun_at for known in state.slices.values())
-    more = max((SILENT_TIMES_OTHERS - 1) * (most_at - begun_at), SILENT_LEAST_SECONDS)
-    ours = state.rules.node_id
-    bringing = {known.part.reducer_id for known in state.slices.values() if known.num_arriving}
-    times = {}
-    for index, known in state.slices.items():
-        reducer = known.part.reducer_id
-        if known.held is None and reducer not in {ours, *bringing}:
-            since = max(most_at, known.begun_at, state.push_ended_at.get(reducer, 0.0))
-            is_missed = reducer in state.given_up  # it has been waited for in this round
-            times[index] = since + (SILENT_LEAST_SECONDS if is_missed else more)
-    return times
-
-
-def _missing(state: RoundState) -> list[SliceState]:
-    """The slices whose result the coordinator names and this node does not have."""
-    return [known for known in state.slices.values() if _is_missing(known)]
-
-
-def _is_missing(known: SliceState) -> bool:
-    digest = None if known.wanted is None else known.wanted.digest
-    return digest is not None and (known.held is None or known.held.digest != digest)
-
-
-def _due_times(state: RoundState) -> Mapping[int, float]:
-    """From when each missing result that nobody was asked for is fetched, by its slice's index."""
-    patient_until = math.inf
-    if state.commit is not None:
-        patient_until = state.committed_at + state.patience_seconds
-    return {
-        known.part.index: min(_due_at(state, known), patient_until)
-        for known in _missing(state)
-        if not known.is_fetched
-    }
-
-
-def _due_at(state: RoundState, known: SliceState) -> float:
-    """Until when a missing result is left to its reducer; an offered one is not, unless it does come.
-
-    A push that breaks off is not repeated once the reducer knows of the commit. What goes to one
-    peer goes in order: while one result of a reducer arrives, the next one waits behind it.
-    """
-    if known.num_arriving:
-        return math.inf
-    if state.commit is None:
-        return 0.0
-    reducer = known.part.reducer_id
-    if reducer in state.departed | state.links.unreachable or known.is_broken:
-        return state.committed_at
-    if any(o.num_arriving and o.part.reducer_id == reducer for o in state.slices.values()):
-        return math.inf
-    round_trip_seconds = state.links.round_trip_seconds.get(reducer, 0.0)
-    grace_seconds = state.rules.waits.grace_seconds + GRACE_ROUND_TRIPS * round_trip_seconds
-    return max(state.committed_at, state.push_ended_at.get(reducer, 0.0)) + grace_seconds

@@ -5,7 +5,6 @@ go back there. Processes and commands are node.island.ranks.rank's business.
 """
 
 import contextlib
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -54,111 +53,20 @@ from node.island.ranks.accelerator import (
     begin_measuring_memory,
     carries_pinned_memory,
     copies_of,
-    tally_dtype,
 )
-from node.island.ranks.faults import TrainingDivergedError
 from node.island.training.engine import Engine
 from node.island.training.optimizers import Muon
+from node.island.training.pace import Rests, Tally, Telling, steps_until_next_look
 from node.outer_state import Vector
-from protocol.run.amendments import LOWER_RATES
 from protocol.run.models import layout_of
 from protocol.run.run_spec import RunSpec
 from protocol.run.schedule import Position, Schedule, share_of_peak
 from protocol.wire.rounds import Digest
 
-PROGRESS_SECONDS = 0.5
-
 EXPECTED_SAMPLES = 1 << 14
 """Samples of a round that data which is far away is asked for ahead: they touch all pieces of a window."""
 
 Clock = Callable[[], float]
-
-
-class _Tally:
-    """Sums of loss and gradient norm, kept on the device: reading them makes a GPU wait."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._sums = torch.zeros(2, dtype=tally_dtype(device), device=device)
-        self._loss_before = 0.0
-        self._steps_before = 0
-        self._losses_before = 0
-        self._mean = 0.0
-        self.steps = 0
-        self.num_losses = 0
-        self.skipped_steps = 0
-        self.loss_sum = 0.0
-
-    def add(self, loss: Tensor | None, norm: Tensor | None) -> None:
-        """Without a norm the step was skipped: its loss counts, if it is finite.
-
-        Without a loss there was nothing to learn from.
-        """
-        self.steps += 1
-        if loss is not None:
-            self._sums += torch.stack((loss, torch.zeros_like(loss) if norm is None else norm))
-            self.num_losses += 1
-            self.skipped_steps += norm is None
-
-    def read(self, training_round: int) -> float:
-        """Mean loss since the last reading that found any; raises TrainingDivergedError."""
-        self.loss_sum, norm_sum = self._sums.tolist()
-        # A finite loss with an infinite gradient has ruined the weights as well.
-        if not (math.isfinite(self.loss_sum) and math.isfinite(norm_sum)):
-            is_first = training_round == 1 and not self._steps_before
-            raise TrainingDivergedError(
-                f"round {training_round}: the loss or its gradient is no longer finite "
-                f"(inner step {self._steps_before + 1} to {self.steps})",
-                next_step=(
-                    "look at the loss and its samples: targets that are all left out, a logarithm or a "
-                    "division of 0; else "
-                    if is_first
-                    else ""
-                )
-                + LOWER_RATES,
-            )
-        if self.num_losses > self._losses_before:
-            num_new = self.num_losses - self._losses_before
-            self._mean = (self.loss_sum - self._loss_before) / num_new
-        self._loss_before, self._losses_before = self.loss_sum, self.num_losses
-        self._steps_before = self.steps
-        return self._mean
-
-
-LOOK_SECONDS = 0.1
-"""How long ranks train at most before the first tells the others again whether to go on."""
-
-
-def steps_until_next_look(seconds_left: float, *, per_step: float, num_ranks: int) -> int:
-    """Inner steps until the ranks agree again, at least one; a lone rank looks after each.
-
-    All wait for what the first one says: after each of many short steps that would cost more than
-    they do.
-    """
-    if num_ranks == 1 or per_step <= 0:
-        return 1
-    return max(1, int(min(LOOK_SECONDS, seconds_left) / per_step))
-
-
-class Rests:
-    """The rests of a rank between inner steps: of all its time since a moment, `load` is training."""
-
-    def __init__(
-        self, load: float, *, clock: Callable[[], float], rest: Callable[[float], None]
-    ) -> None:
-        self.seconds = 0.0  # until now
-        self._load = load
-        self._clock = clock
-        self._rest = rest
-
-    def take(self, *, since: float, most_seconds: float) -> float:
-        """Rests for as long as is due, not beyond so many seconds since then; returns the time."""
-        began_at = self._clock()
-        elapsed = began_at - since
-        due = (elapsed - self.seconds) / self._load - elapsed
-        self._rest(max(0.0, min(due, most_seconds - elapsed)))
-        now = self._clock()
-        self.seconds += now - began_at
-        return now
 
 
 class Trainer:
@@ -283,9 +191,11 @@ class Trainer:
         begin_measuring_memory(self._device)
         if self._engine.draws:
             torch.manual_seed(self._seed_of(work))
-        tally = _Tally(self._device)
+        tally = Tally(self._device)
         started = self._clock()
-        told_at, told_steps, told_tokens = started, 0, 0
+        telling = Telling(
+            tally, round=work.round, since=started, clock=self._clock, tell=on_progress
+        )
         self._counted_tokens = 0
         scale = Schedule.of(self._spec).scale_of(work.num_participants)
         self._rewarming.begin(work.token_clock)
@@ -298,20 +208,7 @@ class Trainer:
             with self._communication.traced() if step == to_trace else contextlib.nullcontext():
                 tally.add(*self._inner_step(work.first_sample + step * batch))
             self._rewarming.stepped()
-            now = self._clock()
-            if now - told_at >= PROGRESS_SECONDS:
-                loss = tally.read(work.round)
-                now = self._clock()  # a GPU has caught up only now
-                tokens = self._counted_tokens - told_tokens
-                on_progress(
-                    Progress(
-                        round=work.round,
-                        inner_step=tally.steps,
-                        loss=loss,
-                        tokens_per_second=tokens / (now - told_at),
-                    )
-                )
-                told_at, told_steps, told_tokens = now, tally.steps, self._counted_tokens
+            now = telling.look(self._clock(), tokens=self._counted_tokens)
             if tally.steps < look_at:
                 continue
             if self._load < 1 and self._mesh.rank == 0 and step + 1 < max_steps:
@@ -332,12 +229,11 @@ class Trainer:
             if more_steps == 0:
                 break
             look_at = tally.steps + more_steps
-        if tally.steps > told_steps:
-            tally.read(work.round)
+        telling.end()
         return self._report(work, tally, started=started, rested=rests.seconds)
 
     def _report(
-        self, work: InnerWork, tally: _Tally, *, started: float, rested: float
+        self, work: InnerWork, tally: Tally, *, started: float, rested: float
     ) -> InnerReport:
         """What all ranks have trained; each makes this call, with the seconds that it has rested itself."""
         loss_sum = self._mesh.summed(torch.tensor(tally.loss_sum, dtype=torch.float64)).item()
