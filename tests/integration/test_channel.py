@@ -250,7 +250,7 @@ async def test_a_coordinator_that_was_not_reached_is_not_said_to_be_slow(
     with swallowing() as port:
         lost = replace(coordinator.credentials(), control_port=port)
         with pytest.raises(
-            UnavailableError, match="no connection to the coordinator .* came to be"
+            UnavailableError, match=r"no connection to the coordinator .* came to be"
         ):
             await get_run(lost)
         with pytest.raises(UnavailableError, match=r"no coordinator answers .*no answer in time"):
