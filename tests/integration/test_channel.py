@@ -231,7 +231,7 @@ async def test_a_name_that_nobody_knows_here_is_called_so(coordinator: Coordinat
 
 @contextmanager
 def swallowing() -> Iterator[int]:
-    """A port on loopback from which no answer comes to whoever dials it: Linux drops what no queue has room for."""
+    """A port on loopback that answers nobody: Linux drops what a queue has no room for."""
     with ExitStack() as opened:
         full = opened.enter_context(closing(socket.create_server(("127.0.0.1", 0), backlog=0)))
         for _ in range(4):
