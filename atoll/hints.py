@@ -3,6 +3,9 @@
 When one holds is found out by atoll.session, and for what happens in a round by atoll.watch.
 """
 
+from collections.abc import Sequence
+from pathlib import Path
+
 EARLY_AVERAGE = (
     "an average of this model was made before join, which has replaced the weights that it "
     "began with: it holds on to them. Make it after join, or copy the model's into it there"
@@ -38,11 +41,35 @@ def rate_of_matrices(rate: float, *, muon: float) -> str:
     )
 
 
-def new_moments(round: int) -> str:
-    """That a loop has come into a run in progress with an optimizer that begins anew."""
+def new_moments(round: int, *, kept: str) -> str:
+    """That a loop has come into a run in progress with an optimizer that begins anew.
+
+    `kept` is why it does not go on from what an earlier start has left, if that is there.
+    """
+    why = f" It does not go on from the state that its node's folder keeps: {kept}." if kept else ""
     return (
-        f"the run is in round {round}, and this loop's optimizer begins anew: its first "
-        "steps go further than those of others, and the swarm may leave them out. Load its "
-        "state_dict() before join, if an earlier start has saved it, or let its learning rate "
-        "rise over some dozen steps"
+        f"the run is in round {round}, and this loop's optimizer begins anew.{why} Until its second moments "
+        "have seen as much as those of others, its steps go further, and the swarm may leave them out: for "
+        "some dozen steps with betas=(0.9, 0.95), for a thousand with 0.999"
+    )
+
+
+def nothing_to_train(seconds: float, folder: Path) -> str:
+    """That no plan has come for so long."""
+    return f"nothing to train for {seconds:g} s: 'atoll status --dir {folder}' says what the swarm waits for"
+
+
+def no_node(folder: Path, seconds: float) -> str:
+    """That there is nothing to join yet."""
+    return (
+        f"no node with a door for training loops runs in {folder} yet, so this waits up to {seconds:g} s "
+        f"for one: atoll node start --loop --dir {folder}"
+    )
+
+
+def amended(changes: Sequence[str]) -> str:
+    """What rules were changed in mid-run."""
+    return (
+        f"the run was amended: {', '.join(changes)}. swarm.learning_rate and swarm.progress follow it; "
+        "rates that this loop sets itself stay as they are"
     )

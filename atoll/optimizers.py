@@ -34,7 +34,7 @@ class Optimizers:
         several = isinstance(given, (list, tuple))
         self._given: list[Any] = list(given) if several else [] if given is None else [given]
         self._seen: WeakSet[torch.optim.Optimizer] = WeakSet()
-        self._copies: set[str] = set()  # keys of states
+        self.copies: set[str] = set()  # keys of states that hold copies of weights
 
     def check(self, model: nn.Module, places: Iterable[Place]) -> None:
         """Raises ModelMismatchError where those that were given leave out what the run trains.
@@ -111,13 +111,13 @@ class Optimizers:
                 # A count of steps, which a scalar's state has in the scalar's shape, is one of others too.
                 if value.shape != parameter.shape:
                     others.add(key)
-                elif is_apart(value, parameter) and key not in self._copies:
+                elif is_apart(value, parameter) and key not in self.copies:
                     away, size = between.get(key, (0.0, 0.0))
                     # Some keep them in memory of the CPU.
                     away += float((few_of_all([value]).to(here.device) - here).square().sum())
                     between[key] = away, size + float(here.square().sum())
         found = {key for key, (away, size) in between.items() if away < NEAR**2 * size} - others
-        self._copies |= found
+        self.copies |= found
         return found
 
     def copies_of(self, parameter: Tensor) -> list[Tensor]:
@@ -125,7 +125,7 @@ class Optimizers:
         return [
             value
             for key, value in self._state_of(parameter)
-            if key in self._copies and is_apart(value, parameter)
+            if key in self.copies and is_apart(value, parameter)
         ]
 
     def forget_curvature(self) -> None:
@@ -156,16 +156,14 @@ class Optimizers:
             if _has_modes(each):
                 each.train()
 
+    @property
+    def given(self) -> list[Any]:
+        """Those that `join` was told of, and what they wrap; each state once."""
+        return _with_wrapped(self._given)
+
     def _all(self) -> list[Any]:
         """Given or seen, and what they wrap; each state once."""
-        found: dict[int, Any] = {}
-        for outer in (*self._given, *self._seen):
-            for each in (outer, *vars(outer).values()):
-                if hasattr(each, "param_groups") and isinstance(
-                    state := getattr(each, "state", None), Mapping
-                ):
-                    found.setdefault(id(state), each)
-        return list(found.values())
+        return _with_wrapped((*self._given, *self._seen))
 
     def _state_of(self, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
         for each in self._all():
@@ -185,6 +183,17 @@ class Optimizers:
                 )
             found += [parameter for group in each.param_groups for parameter in group["params"]]
         return found
+
+
+def _with_wrapped(optimizers: Iterable[Any]) -> list[Any]:
+    found: dict[int, Any] = {}
+    for outer in optimizers:
+        for each in (outer, *vars(outer).values()):
+            if hasattr(each, "param_groups") and isinstance(
+                state := getattr(each, "state", None), Mapping
+            ):
+                found.setdefault(id(state), each)
+    return list(found.values())
 
 
 def is_apart(value: Tensor, parameter: Tensor) -> bool:

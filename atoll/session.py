@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from atoll import hints
 from atoll.child import ChildNode
@@ -23,6 +23,7 @@ from atoll.errors import ConnectionLostError, ModelMismatchError, NoNodeError, S
 from atoll.evaluation import EarlyCopies, Evaluate, digest_of_function, evaluated
 from atoll.frozen import check_frozen, software_of
 from atoll.log_file import LoopLog
+from atoll.moments import Moments
 from atoll.optimizers import Optimizers
 from atoll.ranks import Ranks
 from atoll.running_statistics import Compute, RunningStatistics
@@ -99,6 +100,8 @@ class Session:
         self._early: EarlyCopies | None = None  # until the first round is trained
         self._has_told_wait = False  # since it trained last
         self._has_told_rate = False  # that one was taken for what Muon trains
+        self._moments: Moments  # kept for the next start
+        self._trained_last = (0, 0)  # a round, and the inner steps of it
         self._begins_anew = False  # the optimizer has no moments yet
 
     @property
@@ -119,6 +122,9 @@ class Session:
             folder=str(self._folder),
         )
         assert self._weights is not None
+        if self._begins_anew:
+            has_taken = self._moments.take_up(self._trained_tensors, self._run_digest)
+            self._begins_anew = not has_taken
         early = EarlyCopies(self._model, self._weights)
         self.serve()
         early.look(self._weights)
@@ -137,12 +143,14 @@ class Session:
             watch.ends(training.steps, weights.bits)
             self._tell(watch.advice(follows=self.follows))
             self._tell_of_early_averages(weights)
+            self._trained_last = training.round, training.steps
             self.log.tell(logging.INFO, "trained", round=training.round, inner_steps=training.steps)
         own = watch.values()
         were_flat = weights.flat() if training is None else None
         self._optimizers.evaluate()
         self._carry_out_all(None if training is None else self._trained(training))
         if self.over:
+            self._keep_moments()
             self._settle()
             return
         self._optimizers.train()
@@ -163,6 +171,11 @@ class Session:
                     self._begin(order)
                     return
                 answer = self._carry_out(order)
+                if order["kind"] == "publish" and self._moments.is_due(time.monotonic()):
+                    assert answer is not None
+                    self.say(answer)  # now: the node waits for the commit, and this for the disk
+                    answer = None
+                    self._keep_moments()
             except ConnectionLostError as lost:
                 answer = None
                 if not self.over:
@@ -250,22 +263,14 @@ class Session:
         if order is None:
             self._has_told_wait = True
             if self._ranks.rank == 0:
-                self.log.tell(
-                    logging.WARNING,
-                    f"nothing to train for {seconds:g} s: 'atoll status --dir {self._folder}' says what the "
-                    "swarm waits for",
-                )
+                self.log.tell(logging.WARNING, hints.nothing_to_train(seconds, self._folder))
             order = self.hear()
         assert order is not None
         return order
 
     def _tell_no_node(self) -> None:
         if self._ranks.rank == 0 and self._child is None:
-            self.log.tell(
-                logging.WARNING,
-                f"no node with a door for training loops runs in {self._folder} yet, so this waits up to "
-                f"{self._wait_seconds:g} s for one: atoll node start --loop --dir {self._folder}",
-            )
+            self.log.tell(logging.WARNING, hints.no_node(self._folder, self._wait_seconds))
 
     def _tell_of_early_averages(self, weights: Weights) -> None:
         early, self._early = self._early, None
@@ -284,10 +289,21 @@ class Session:
 
     def _tell_of_new_moments(self, training: Training) -> None:
         """Says, if so, that a loop has come into a run in progress with an optimizer that begins anew."""
+        if training.round > 1 and self._optimizers.keep_any_of(self._trained_tensors.values()):
+            self._tell([hints.new_moments(training.round, kept=self._moments.why_not)])
+
+    @property
+    def _trained_tensors(self) -> dict[str, Tensor]:
+        """What the run trains of the model, by the run's names."""
         assert self._weights is not None
-        weights = tensors_of(self._model, self._weights.places).values()
-        if training.round > 1 and self._optimizers.keep_any_of(weights):
-            self._tell([hints.new_moments(training.round)])
+        return tensors_of(self._model, self._weights.places)
+
+    def _keep_moments(self) -> None:
+        """Writes what optimizers have learnt for a next start of this loop."""
+        round, steps = self._trained_last
+        if steps:
+            reshard(self._model)
+            self._moments.keep(self._trained_tensors, self._run_digest, round=round, steps=steps)
 
     def _tell(self, advice: Sequence[str]) -> None:
         if self._ranks.rank == 0:
@@ -332,8 +348,17 @@ class Session:
     def hand_in(self) -> None:
         """Ends the training in progress, and publishes it if the node asks for it now."""
         training, self.training = self.training, None
-        if training is None or training.steps < 1:
+        if training is None:
             return
+        try:
+            if training.steps:
+                self._trained_last = training.round, training.steps
+                self._hand_in(training)
+        finally:
+            if self._ranks.world_size == 1:  # of several others may be gone, or a step behind
+                self._keep_moments()
+
+    def _hand_in(self, training: Training) -> None:
         assert self._watch is not None
         self._watch.ends_alone()
         self._optimizers.evaluate()
@@ -488,6 +513,9 @@ class Session:
         self._statistics.refuse_if_untold()
         self._optimizers.find_copies(weights)  # of a state that was loaded
         self._begins_anew = self._optimizers.are_given and not self._optimizers.keep_any_of(weights)
+        self._moments = Moments(
+            self._folder, optimizers=self._optimizers, ranks=self._ranks, log=self.log
+        )
         self._watch = Watch(
             self._model,
             places=places,
@@ -559,14 +587,8 @@ class Session:
         """Tells what amendments have changed since the last order, or of the run file."""
         changed = [key for key, value in rules.items() if self._rules.get(key) != value]
         if changed:
-            told = ", ".join(
-                f"{key} {self._rules.get(key, 0):g} -> {rules[key]:g}" for key in changed
-            )
-            self.log.tell(
-                logging.WARNING,
-                f"the run was amended: {told}. swarm.learning_rate and swarm.progress follow it; rates that "
-                "this loop sets itself stay as they are",
-            )
+            told = [f"{key} {self._rules.get(key, 0):g} -> {rules[key]:g}" for key in changed]
+            self.log.tell(logging.WARNING, hints.amended(told))
         self._rules = rules
         self.run = replace(self.run, rounds=int(rules["run.rounds"]))
 

@@ -19,7 +19,7 @@ from protocol.terminal import console
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from coordinator.config import Home
+    from coordinator.config import CoordinatorConfig, Home
     from coordinator.presets.composing import NewRun
     from coordinator.presets.wanted import Wanted
 
@@ -215,10 +215,7 @@ def init(
     JSON holds the situation, every choice with its reason, and the prediction, in seconds, bytes,
     and bits per second.
     """
-    from coordinator.config import CoordinatorConfig, advertised_host, create_home, require_free
-    from coordinator.presets.composing import new_run
-    from coordinator.presets.costly import costs_in_words
-    from coordinator.presets.of_file import run_of_file
+    from coordinator.config import CoordinatorConfig, advertised_host, require_free
     from coordinator.presets.wanted import Wanted
 
     wanted = Wanted(**asked)
@@ -230,6 +227,36 @@ def init(
     if wanted.name is None:
         # Two runs of one owner are told apart by it, and contributors allow a run's code by it.
         wanted = replace(wanted, name=_name_of(directory))
+    others: tuple[int, int] | None = None
+    if control_port is None and enrolment_port is None:
+        others = _ports_beside_another_run(host)
+    if others is not None:
+        control_port, enrolment_port = others
+    config = CoordinatorConfig.new(
+        host=host,
+        control_port=control_port,
+        enrolment_port=enrolment_port,
+        advertise=advertise or advertised_host(host),
+    )
+    home, new = _create(directory, config, wanted, run_file)
+    start = _way_to_start(directory, home, new, wanted)
+    if is_json:
+        console.print_json({"folder": str(directory), **_as_json(new), "start": start})
+        return
+    if others is not None:
+        click.echo(f"the usual ports are in use here, so this run has {others[0]} and {others[1]}")
+    _tell(directory, home, new, start)
+
+
+def _create(
+    directory: Path, config: "CoordinatorConfig", wanted: "Wanted", run_file: Path | None
+) -> "tuple[Home, NewRun]":
+    """Makes the run's folder, by a run file or by what is wanted."""
+    from coordinator.config import create_home
+    from coordinator.presets.composing import new_run
+    from coordinator.presets.costly import costs_in_words
+    from coordinator.presets.of_file import run_of_file
+
     made: list[NewRun] = []
 
     def text_of(folder: Path) -> str:
@@ -239,31 +266,10 @@ def init(
             made.append(new_run(wanted, folder))
         return made[0].text
 
-    others: tuple[int, int] | None = None
-    if control_port is None and enrolment_port is None:
-        others = _ports_beside_another_run(host)
-    if others is not None:
-        control_port, enrolment_port = others
-    home = create_home(
-        directory,
-        config=CoordinatorConfig.new(
-            host=host,
-            control_port=control_port,
-            enrolment_port=enrolment_port,
-            advertise=advertise or advertised_host(host),
-        ),
-        text=text_of,
-    )
-    new = replace(
-        made[0], notes=(*made[0].notes, *map("loss: {}".format, costs_in_words(home.run)))
-    )
-    start = _way_to_start(directory, home, new, wanted)
-    if is_json:
-        console.print_json({"folder": str(directory), **_as_json(new), "start": start})
-        return
-    if others is not None:
-        click.echo(f"the usual ports are in use here, so this run has {others[0]} and {others[1]}")
-    _tell(directory, home, new, start)
+    home = create_home(directory, config=config, text=text_of)
+    (new,) = made
+    costs = map("loss: {}".format, costs_in_words(home.run))
+    return home, replace(new, notes=(*new.notes, *costs))
 
 
 def _answered(wanted: "Wanted") -> "Wanted":

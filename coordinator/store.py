@@ -219,29 +219,7 @@ class Store:
                 return with_rulings(initial_state(rules, run_digest), rulings)
             (state,) = _STATE.validate_json(row[1])
             members = [_MEMBER.validate_json(text)[0] for _, text in rows_of(connection, "members")]
-            held_out = tuple(
-                HeldOut(
-                    round=number,
-                    loss=loss,
-                    tokens=tokens,
-                    metric=metric,
-                    holders=_HOLDERS.validate_json(holders)[0],
-                )
-                for _, number, loss, tokens, metric, holders in rows_of(
-                    connection, "held_out", "ORDER BY place"
-                )
-            )
-            written = tuple(
-                Written(
-                    round=number,
-                    node_id=node_id,
-                    texts=_TEXTS.validate_json(texts)[0],
-                    why_not=why_not,
-                )
-                for number, node_id, texts, why_not in rows_of(
-                    connection, "written", "ORDER BY round"
-                )
-            )
+            held_out, written = _held_out(connection), _written(connection)
             open_round = load_round(connection)
             ledger = Ledger()
             if (row := row_of(connection, "ledger")) is not None:
@@ -458,6 +436,31 @@ def _recent_rounds(
         if len(recent) < len(closed) or len(closed) < num_read or not recent[0].is_void:
             return recent
         num_read *= 4
+
+
+def _held_out(connection: sqlite3.Connection) -> tuple[HeldOut, ...]:
+    """Held-out losses, in the order in which they were measured."""
+    rows = rows_of(connection, "held_out", "ORDER BY place")
+    return tuple(
+        HeldOut(
+            round=number,
+            loss=loss,
+            tokens=tokens,
+            metric=metric,
+            holders=_HOLDERS.validate_json(holders)[0],
+        )
+        for _, number, loss, tokens, metric, holders in rows
+    )
+
+
+def _written(connection: sqlite3.Connection) -> tuple[Written, ...]:
+    """What nodes wrote on from the run's prompts, by round."""
+    return tuple(
+        Written(
+            round=number, node_id=node_id, texts=_TEXTS.validate_json(texts)[0], why_not=why_not
+        )
+        for number, node_id, texts, why_not in rows_of(connection, "written", "ORDER BY round")
+    )
 
 
 def _norms(

@@ -67,6 +67,7 @@ from protocol.trust.rulings import Ruling, RulingVerifier
 from protocol.wire.payload import WireCounts
 from protocol.wire.rounds import OWN_LOOP
 from protocol.wire.versions import release
+from protocol.wire.vitals import ExchangeSpeed
 
 log = structlog.get_logger()
 
@@ -123,7 +124,6 @@ async def run_daemon(start: NodeStart, hardware: Hardware, signals: StopSignals)
         folder,
         settings,
         spec,
-        layout,
         rules=start.rules,
         history=history,
         num_ranks=len(ranks.devices),
@@ -179,27 +179,16 @@ async def _run_in(
     signals: StopSignals,
 ) -> str:
     """Builds the daemon around the shared memory and runs it."""
-    settings, spec, identity = start.settings, start.spec, start.identity
+    settings, spec = start.settings, start.spec
     keep_places(start.folder, start.data)
     outer = await in_thread(lambda: _outer_at_start(start, shared, records.state, ranks, rulings))
     meters = Meters(counts=start.counts, exchange_time=ExchangeTime())
     island, tokens = _island_and_tokens(start, shared, ranks, records)
-    facts = NodeFacts(
-        node_id=identity.node_id,
-        node_name=settings.name,
-        public_key=identity.public_key,
-        device=ranks.devices[0] if ranks.devices else NO_DEVICE,
-        num_ranks=ranks.shape.num_ranks if ranks.devices else 0,
-        version=release(),
-        mesh=_mesh_in_words(ranks),
-        congestion_control=congestion_control() or "",
-        software="" if ranks.devices in ((), (OWN_LOOP,)) else software_of(spec),
-        exchange_speed=await in_thread(
-            partial(measured_speed, rulings.in_force, outer.uplink.tiles)
-        ),
-    )
+    speed = await in_thread(partial(measured_speed, rulings.in_force, outer.uplink.tiles))
+    facts = _facts_of(start, ranks, exchange_speed=speed)
     usage = Usage(settings.limits)
     has_ranks = not start.is_helper and not settings.loop
+    draws_first_state = spec.first_digest is None and not settings.weights
     daemon = Daemon(
         facts=facts,
         spec=spec,
@@ -212,7 +201,7 @@ async def _run_in(
             corpus=kept_corpus(start.folder, spec.digest()) if has_ranks else None,
             keep_corpus=partial(keep_corpus, start.folder, spec.digest()),
             first_state=partial(initial_parameters, spec, num_threads=_threads_beside(ranks))
-            if spec.first_digest is None and not settings.weights
+            if draws_first_state
             else None,
         ),
         counterparts=Counterparts(
@@ -238,6 +227,23 @@ async def _run_in(
             own_metrics(settings.metrics, facts, daemon.vitals, lambda: daemon.called),
         ):
             return await daemon.run()
+
+
+def _facts_of(start: NodeStart, ranks: _Ranks, *, exchange_speed: ExchangeSpeed) -> NodeFacts:
+    """What the coordinator is told of this node when it attaches."""
+    has_own_ranks = ranks.devices not in ((), (OWN_LOOP,))
+    return NodeFacts(
+        node_id=start.identity.node_id,
+        node_name=start.settings.name,
+        public_key=start.identity.public_key,
+        device=ranks.devices[0] if ranks.devices else NO_DEVICE,
+        num_ranks=ranks.shape.num_ranks if ranks.devices else 0,
+        version=release(),
+        mesh=_mesh_in_words(ranks),
+        congestion_control=congestion_control() or "",
+        software=software_of(start.spec) if has_own_ranks else "",
+        exchange_speed=exchange_speed,
+    )
 
 
 @asynccontextmanager

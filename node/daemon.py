@@ -5,7 +5,6 @@ not wait for that (a changed roster, participants that are gone) is done on arri
 """
 
 import asyncio
-import platform
 import random
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from node.exchange.state.sources import FirstState, StateHere
 from node.exchange.tokens import HeldTokens, PeerTokens
 from node.heavy import Heavy, Meters
 from node.island.data.island import SuppliedIsland
+from node.island.data.places import how_to_have_the_same
 from node.island.island import Island
 from node.island.ranks.faults import TrainingDivergedError
 from node.link.calls import Attachment, CoordinatorLink
@@ -184,8 +184,8 @@ class Daemon:
         self._commits_wanted: asyncio.Queue[int] = asyncio.Queue()  # after these rounds
         self._is_ending = False
         self._unsaved: AtollError | None = None  # why the disk did not take what it held last
-        self._patience_ended = asyncio.Event()  # of a drain
-        self._patience: asyncio.TimerHandle | None = None
+        self._drain_ended = asyncio.Event()  # it has taken as long as it may
+        self._drain_timer: asyncio.TimerHandle | None = None
 
     def _session_of_its_own(self) -> Session:
         node = NodeSide(
@@ -272,9 +272,9 @@ class Daemon:
             await (transport if self._corpus is not None else asyncio.gather(ranks, transport))
             work = asyncio.ensure_future(self._duties.run())
             session = asyncio.ensure_future(self._session.run())
-            patience = asyncio.ensure_future(self._patience_ended.wait())
+            drain_ended = asyncio.ensure_future(self._drain_ended.wait())
             tasks = [
-                *(work, session, patience),
+                *(work, session, drain_ended),
                 asyncio.ensure_future(_failed(ranks)),
                 asyncio.ensure_future(self._watch_transport()),
                 asyncio.ensure_future(self._bring_back()),
@@ -294,16 +294,15 @@ class Daemon:
                     task.result()  # raises what went wrong
             if self._duties.is_draining:
                 tasks.append(asyncio.ensure_future(self._exchange.audits.answer()))
-                await asyncio.wait((tasks[-1], patience), return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait((tasks[-1], drain_ended), return_when=asyncio.FIRST_COMPLETED)
                 goodbye = self._duties.how_drained()
                 return goodbye
             await self._session.flush(timeout_seconds=5)
             goodbye = "the run is finished"
             why = f"{goodbye}: {work.result()}"
             return work.result()
-        except (
-            TrainingDivergedError
-        ) as error:  # of the run, not of this machine: its owner may know
+        except TrainingDivergedError as error:
+            # It is of the run, not of this machine: its owner may know.
             goodbye, why = f"stopped by an error: {error.what}", str(error)
             raise
         except Exception as error:
@@ -316,8 +315,8 @@ class Daemon:
     async def _leave(self, tasks: Sequence[asyncio.Task[Any]], *, goodbye: str, why: str) -> None:
         """Ends all that runs, each whatever becomes of the others; the disk gets what is held last."""
         self._is_ending = True
-        if self._patience is not None:
-            self._patience.cancel()
+        if self._drain_timer is not None:
+            self._drain_timer.cancel()
         for task in tasks:
             if not task.cancelling():  # a second time would break off what it is ending
                 task.cancel()
@@ -380,10 +379,10 @@ class Daemon:
             if within_seconds <= 0 or not (is_wanted or not self._facts.num_ranks):
                 return False
             self._duties.drain()
-        if self._patience is not None:
-            self._patience.cancel()
+        if self._drain_timer is not None:
+            self._drain_timer.cancel()
         loop = asyncio.get_running_loop()
-        self._patience = loop.call_later(within_seconds, self._patience_ended.set)
+        self._drain_timer = loop.call_later(within_seconds, self._drain_ended.set)
         return True
 
     async def _heed_pauses(self) -> None:
@@ -509,14 +508,7 @@ class Daemon:
                 "other nodes train on other data: the ledger leases samples by number, and the same number "
                 "is another sample here",
                 nodes=", ".join(attachment.other_data_names),
-                next_step=f"let {self._spec.data.function} give the same samples on all nodes: a seed for "
-                "what it draws, sorted names for what it lists, the same files"
-                if self._spec.data.source == "function"
-                else f"take the same Python on all nodes, which is {platform.python_version()} here: its "
-                "library is the run's text"
-                if self._spec.data.source == "python-stdlib"
-                else "name the very data that the run was made with, as data in node.toml; a file that was "
-                "added or changed since makes them others",
+                next_step=how_to_have_the_same(self._spec.data),
             )
         self._other_data = attachment.other_data_names
         if attachment.committed_round > self._outer.round:

@@ -226,15 +226,8 @@ def _takes(
 ) -> Iterator[str]:
     """What the run takes of the machine; and what 'atoll node start' would refuse."""
     num_ranks = 0 if is_helper else settings.ranks_here
-    layout = layout_of(spec)
     records = Records.of(
-        folder,
-        settings,
-        spec,
-        layout,
-        rules=spec,
-        history=History(None),
-        num_ranks=num_ranks,
+        folder, settings, spec, rules=spec, history=History(None), num_ranks=num_ranks
     )
     disk = (
         f"{console.bytes_in_words(sum(need.num_bytes for need in records.needs))} of disk, in time "
@@ -249,7 +242,7 @@ def _takes(
         yield f"it takes: {memory} of memory beside what training takes, and up to {disk}"
     checks: list[Callable[[], None]] = [
         records.require_room,
-        lambda: require_shared_memory(layout),
+        lambda: require_shared_memory(layout_of(spec)),
     ]
     if is_helper:
         checks.append(lambda: refuse_small_helper(spec, hardware))

@@ -11,7 +11,7 @@ from node.disk.snapshots import snapshot_bytes
 from node.exchange.state.on_disk import StateOnDisk, most_result_bytes
 from node.heavy import in_thread
 from node.island.checkpoints.folder import CHECKPOINTS_FOLDER, CheckpointFolder, moments_bytes
-from protocol.run.models import Layout
+from protocol.run.models import layout_of
 from protocol.run.run_spec import RunSpec
 from protocol.terminal.logging import MOST_BYTES
 
@@ -38,7 +38,6 @@ class Records:
         folder: Path,
         settings: NodeSettings,
         spec: RunSpec,
-        layout: Layout,
         *,
         rules: RunSpec,
         history: History,
@@ -48,7 +47,7 @@ class Records:
 
         `rules` are the run's as amended: results of either downlink may be there.
         """
-        budget = settings.disk_budget
+        layout, budget = layout_of(spec), settings.disk_budget
         has_ranks = num_ranks > 0 and not settings.loop
         has_checkpoints = settings.checkpoint_every_rounds > 0 and has_ranks
         checkpoint_bytes = moments_bytes(layout.num_elements) // settings.hosts

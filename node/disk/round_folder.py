@@ -15,8 +15,7 @@ from pathlib import Path
 
 from protocol.errors import SystemRefusedError
 from protocol.files.durable import (
-    OURS_ALONE,
-    make_folder,
+    make_closed_folder,
     refusing,
     remove_durably,
     sync_folder,
@@ -97,7 +96,7 @@ class RoundFolder:
         Raises SystemRefusedError when the disk is full and CannotCreateError when the folder cannot be
         written to; nothing else has changed then.
         """
-        make_folder(self.path, mode=OURS_ALONE)
+        make_closed_folder(self.path)
         self.sweep()
         write_atomically(self.path_of(round), *data)
         self.drop_after(round)
@@ -113,7 +112,7 @@ class RoundFolder:
         Returns a file to write over, which takes neither new pages nor new blocks; None where there is
         none that nobody reads. At least one whole record stays, if there was one. Raises as `write`.
         """
-        make_folder(self.path, mode=OURS_ALONE)
+        make_closed_folder(self.path)
         leaving = [*self._damaged(), *map(self.path_of, self._leaving(round))]
         spares = self._unfinished()
         for path in leaving:

@@ -150,18 +150,11 @@ def disk_findings(
             return [_need_not_known(folder, "shows once this node has joined one")]
         from node.records import BESIDE_BYTES, Records
 
-        layout = layout_of(spec)
         records = Records.of(
-            folder,
-            settings,
-            spec,
-            layout,
-            rules=rules,
-            history=History(None),
-            num_ranks=num_ranks,
+            folder, settings, spec, rules=rules, history=History(None), num_ranks=num_ranks
         )
         records.require_room()
-        require_shared_memory(layout)
+        require_shared_memory(layout_of(spec))
     except AtollError as error:
         return [wrong("disk", error)]
     kinds = ", ".join(

@@ -431,9 +431,8 @@ class Duties:
         self.inner_step = progress.inner_step
 
     async def _apply(self, commit: Commit) -> None:
-        if commit.round <= self._outer.round or self._rulings.undo(
-            commit.round, commit.incarnation
-        ):
+        is_undone = self._rulings.undo(commit.round, commit.incarnation)
+        if commit.round <= self._outer.round or is_undone:
             return
         self._doing = "applying"
         log.debug("phase", phase="applying", round=commit.round)
@@ -470,10 +469,14 @@ class Duties:
 
     async def _refetch(self, asked: RefetchAsked) -> None:
         is_first = not self._outer.round and asked.outer_digest == self._spec.first_digest
-        if is_first and asked is not self._unanswered:
-            log.info("fetching the weights that the run begins with")
-        elif asked is not self._unanswered:
-            log.warning("asked to fetch the outer state anew", round=asked.round, why=asked.reason)
+        if asked is not self._unanswered:
+            self._num_unanswered = 0
+            if is_first:
+                log.info("fetching the weights that the run begins with")
+            else:
+                log.warning(
+                    "asked to fetch the outer state anew", round=asked.round, why=asked.reason
+                )
         self._doing = "refetching"
         await self._ahead.pause()
         before, was_undone = (self._outer.round, self._outer.digest), self._holds_undone()
@@ -483,28 +486,31 @@ class Duties:
             self._island.forget()  # trained from a state that is not the swarm's
             self._published_round = 0
             await self._adopted()
-        self._num_unanswered = (
-            0 if is_done or asked is not self._unanswered else self._num_unanswered
-        )
         self._unanswered = None
-        if not is_done:  # tried again after what has come meanwhile, which may make it needless
-            self._unanswered = asked
-            self._num_unanswered += 1
-            if is_first and self._num_unanswered == 1:
-                log.info(
-                    "no node here has the weights that the run begins with; this one waits",
-                    next_step="start one of them with --weights, as 'atoll init' has printed it",
-                )
-            elif self._num_unanswered == 1 and not self._exchange.refused:
-                log.warning(
-                    "nobody here supplies the state that this node was asked to fetch",
-                    round=asked.round,
-                    waits_for=f"a node that holds the state after round {asked.round}, or a "
-                    "coordinator that knows of a later one; it asks ever more rarely, and at once "
-                    "when the coordinator tells something new",
-                )
-            await self._patience.pause(self._num_unanswered, first_seconds=REFETCH_PAUSE_SECONDS)
-            self.put(asked)
+        if is_done:
+            self._num_unanswered = 0
+        else:
+            await self._refetch_later(asked, is_first=is_first)
+
+    async def _refetch_later(self, asked: RefetchAsked, *, is_first: bool) -> None:
+        """Tries again after what has come meanwhile, which may make it needless."""
+        self._unanswered = asked
+        self._num_unanswered += 1
+        if is_first and self._num_unanswered == 1:
+            log.info(
+                "no node here has the weights that the run begins with; this one waits",
+                next_step="start one of them with --weights, as 'atoll init' has printed it",
+            )
+        elif self._num_unanswered == 1 and not self._exchange.refused:
+            log.warning(
+                "nobody here supplies the state that this node was asked to fetch",
+                round=asked.round,
+                waits_for=f"a node that holds the state after round {asked.round}, or a "
+                "coordinator that knows of a later one; it asks ever more rarely, and at once "
+                "when the coordinator tells something new",
+            )
+        await self._patience.pause(self._num_unanswered, first_seconds=REFETCH_PAUSE_SECONDS)
+        self.put(asked)
 
     async def _begin_anew_if(self, was_undone: bool) -> None:
         """Drops all that is left of undone rounds, once the state is none of theirs any more.

@@ -337,22 +337,7 @@ class Outer:
             )
         self._check_fits(commit)
         committed = [outcome for outcome in commit.slices if outcome.digest is not None]
-        opened: dict[int, Opened] = {}
-        for outcome in committed:
-            result = results.get(outcome.index)
-            if result is None or result.digest != outcome.digest:
-                what = "is not here" if result is None else "is another one"
-                raise NotApplicableError(
-                    f"the result of slice {outcome.index} of round {commit.round} {what}"
-                )
-            header = result.header
-            if (header.start, header.num_elements) != (outcome.start, outcome.num_elements):
-                raise NotApplicableError(
-                    f"the result of slice {outcome.index} of round {commit.round} is of "
-                    f"{header.num_elements} elements from {header.start} on, not of "
-                    f"{outcome.num_elements} from {outcome.start} on"
-                )
-            opened[outcome.index] = self._open(result)
+        opened = self._opened_of(committed, results, round=commit.round)
         refuse_flushed_subnormals()
         self._optimizer = self.rules_in(commit.round).optimizer
         self._opened.clear()
@@ -372,6 +357,28 @@ class Outer:
             has_momentum_changed=self._optimizer.moves_momentum,
         )
         self.position = Position(round=commit.round, digest=self._digest.value)
+
+    def _opened_of(
+        self, committed: Sequence[SliceOutcome], results: Mapping[int, Payload], *, round: int
+    ) -> dict[int, Opened]:
+        """Each slice's result; raises NotApplicableError where one is not that of the commit."""
+        opened: dict[int, Opened] = {}
+        for outcome in committed:
+            result = results.get(outcome.index)
+            if result is None or result.digest != outcome.digest:
+                what = "is not here" if result is None else "is another one"
+                raise NotApplicableError(
+                    f"the result of slice {outcome.index} of round {round} {what}"
+                )
+            header = result.header
+            if (header.start, header.num_elements) != (outcome.start, outcome.num_elements):
+                raise NotApplicableError(
+                    f"the result of slice {outcome.index} of round {round} is of "
+                    f"{header.num_elements} elements from {header.start} on, not of "
+                    f"{outcome.num_elements} from {outcome.start} on"
+                )
+            opened[outcome.index] = self._open(result)
+        return opened
 
     def count_missed(self, commit: Commit, own_slices: Collection[int] = ()) -> None:
         """Takes in whose work a commit took: the tokens of who is missing again and again do not count."""

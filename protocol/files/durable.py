@@ -164,6 +164,14 @@ def make_folder(path: Path, *, mode: int = 0o755) -> None:
         raise refusal_to_write(path, error) from error
 
 
+def make_closed_folder(path: Path) -> None:
+    """Makes a folder of ours alone; one that is there and open to others of the machine is closed to them."""
+    make_folder(path, mode=OURS_ALONE)
+    if path.stat().st_mode & ~OURS_ALONE & 0o777:
+        with contextlib.suppress(OSError):  # another user's, or a disk that knows no permissions
+            path.chmod(OURS_ALONE)
+
+
 def is_taken(path: Path) -> bool:
     """Whether there is something that a new folder of this name would have to replace."""
     return path.exists() and (not path.is_dir() or any(path.iterdir()))

@@ -3,7 +3,7 @@
 Ids follow from the swarm, the round and the node, so that a round that is sent twice is the same spans.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from blake3 import blake3
@@ -66,40 +66,49 @@ def spans_of(
     )
     committed = told.committed_seconds if told.HasField("committed_seconds") else None
     for node in told.nodes:
-        stages = list(stages_of(node, committed))
-        if not stages:
-            continue  # nothing is known of when
-        name = node.node_name or node.node_id[:8]
-        node_id = _id_of(trace_id, node.node_id)
-        is_late = bool(node.inner_steps) and not node.HasField("trained_seconds")
+        if stages := tuple(stages_of(node, committed)):  # else nothing is known of when
+            yield from _spans_of_node(node, stages, trace_id, root_id, opened)
+
+
+def _spans_of_node(
+    node: pb.NodeInRound,
+    stages: Sequence[tuple[str, float, float]],
+    trace_id: bytes,
+    round_id: bytes,
+    opened: float,
+) -> Iterator[Span]:
+    """What a node did in the round with this span, and below it each stage of that."""
+    name = node.node_name or node.node_id[:8]
+    node_id = _id_of(trace_id, node.node_id)
+    is_late = bool(node.inner_steps) and not node.HasField("trained_seconds")
+    yield Span(
+        trace_id=trace_id,
+        span_id=node_id,
+        parent_id=round_id,
+        name=name,
+        begin=opened,
+        end=opened + max(end for _, _, end in stages),
+        attributes={
+            "atoll.node": name,
+            "atoll.node_id": node.node_id,
+            "atoll.inner_steps": node.trained_inner_steps,
+            "atoll.inner_steps_asked": node.inner_steps,
+            "atoll.tokens": node.trained_tokens,
+            "atoll.slices_reduced": node.num_slices_reduced,
+            "atoll.contributions_left_out": node.screening.num_left_out,
+            "atoll.contributions_clipped": node.screening.num_clipped,
+        },
+        trouble="it did not finish training in time" if is_late else "",
+    )
+    for stage, begin, end in stages:
         yield Span(
             trace_id=trace_id,
-            span_id=node_id,
-            parent_id=root_id,
-            name=name,
-            begin=opened,
-            end=opened + max(end for _, _, end in stages),
-            attributes={
-                "atoll.node": name,
-                "atoll.node_id": node.node_id,
-                "atoll.inner_steps": node.trained_inner_steps,
-                "atoll.inner_steps_asked": node.inner_steps,
-                "atoll.tokens": node.trained_tokens,
-                "atoll.slices_reduced": node.num_slices_reduced,
-                "atoll.contributions_left_out": node.screening.num_left_out,
-                "atoll.contributions_clipped": node.screening.num_clipped,
-            },
-            trouble="it did not finish training in time" if is_late else "",
+            span_id=_id_of(trace_id, f"{node.node_id} {stage}"),
+            parent_id=node_id,
+            name=stage,
+            begin=opened + begin,
+            end=opened + end,
         )
-        for stage, begin, end in stages:
-            yield Span(
-                trace_id=trace_id,
-                span_id=_id_of(trace_id, f"{node.node_id} {stage}"),
-                parent_id=node_id,
-                name=stage,
-                begin=opened + begin,
-                end=opened + end,
-            )
 
 
 def stages_of(

@@ -231,7 +231,7 @@ async def test_a_name_that_nobody_knows_here_is_called_so(coordinator: Coordinat
 
 @contextmanager
 def swallowing() -> Iterator[int]:
-    """A port on loopback from which no answer comes to whoever dials it: Linux drops what no queue has room for."""
+    """A port on loopback that answers nobody: Linux drops what a queue has no room for."""
     with ExitStack() as opened:
         full = opened.enter_context(closing(socket.create_server(("127.0.0.1", 0), backlog=0)))
         for _ in range(4):
@@ -250,7 +250,7 @@ async def test_a_coordinator_that_was_not_reached_is_not_said_to_be_slow(
     with swallowing() as port:
         lost = replace(coordinator.credentials(), control_port=port)
         with pytest.raises(
-            UnavailableError, match="no connection to the coordinator .* came to be"
+            UnavailableError, match=r"no connection to the coordinator .* came to be"
         ):
             await get_run(lost)
         with pytest.raises(UnavailableError, match=r"no coordinator answers .*no answer in time"):

@@ -6,6 +6,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 
 import pytest
+from structlog.testing import capture_logs
 
 from node.exchange.peers import (
     FalseAnswerError,
@@ -159,6 +160,23 @@ async def test_a_stranger_is_refused_before_its_body_is_read(scene: Scene) -> No
     assert status == wire.TRANSFER_STATUS_REFUSED
     assert reason == "you are not on the roster"
     assert not scene.victim.desk.admitted
+
+
+async def test_a_node_that_was_a_member_is_refused_by_its_name_and_called_no_stranger(
+    scene: Scene,
+) -> None:
+    transport, member = await start_transport()
+    scene.others.append(transport)
+    await introduce(member, scene.victim)
+    scene.victim.transport.set_roster((scene.victim.entry,))
+    with capture_logs() as logs, pytest.raises(TransferRefusedError, match="not on the roster"):
+        await transport.push(scene.victim.node_id, make_payload(), timeout_seconds=SECONDS)
+    refused = [entry for entry in logs if entry["event"].startswith("refused a stream")]
+    assert [(entry["log_level"], entry.get("of")) for entry in refused] == [
+        ("info", member.entry.node_name)
+    ]
+    await introduce(member, scene.victim)
+    await transport.push(scene.victim.node_id, make_payload(), timeout_seconds=SECONDS)
 
 
 @pytest.mark.parametrize("scene", [Limits(max_streams=2)], indirect=True)

@@ -18,11 +18,13 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.multiprocessing import start_processes  # type: ignore[attr-defined]  # likewise
 
+from atoll.log_file import LoopLog
+from atoll.moments import Moments
 from atoll.optimizers import Optimizers
 from atoll.ranks import Ranks
 from atoll.running_statistics import RunningStatistics
 from atoll.watch import Watch
-from atoll.weights import Place, Weights, local_of
+from atoll.weights import Place, Weights, local_of, tensors_of
 from node.island.ranks.forkserver import prepare_forkserver
 
 SIZES = (7, 10, 3)  # of which 10 alone is a multiple of a number of ranks here
@@ -111,6 +113,7 @@ def live(rank: int, mesh: str, store: str, parameters: Tensor, published: Tensor
             parameter.mul_(2)
     weights.publish(0)
     watch_steps(model, weights, ranks)
+    go_on(model, weights, ranks, Path(store).parent)
     assert ranks.said_by_first(lambda: 17 if rank == 0 else 99) == 17
     assert ranks.same_for_all(f"rank {rank}") == "rank 0"
     dist.barrier()
@@ -136,6 +139,30 @@ def watch_steps(model: Small, weights: Weights, ranks: Ranks) -> None:
         (slow,) = optimizers.copies_of(parameter)
         torch.testing.assert_close(local_of(slow), local_of(parameter) + 0.1)
     watch.close()
+
+
+def go_on(model: Small, weights: Weights, ranks: Ranks, folder: Path) -> None:
+    """An optimizer takes up what another has left of the same shards, and where ranks differ none does."""
+    tensors = tensors_of(model, weights.places)
+    log = LoopLog(folder, rank=ranks.rank)
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.1) for _ in range(2)]
+    kept, new = (
+        Moments(folder, optimizers=Optimizers(each), ranks=ranks, log=log) for each in optimizers
+    )
+    for parameter in model.parameters():
+        parameter.grad = parameter.detach().clone()
+    optimizers[0].step()
+    kept.keep(tensors, "run", round=3, steps=4 + ranks.rank)
+    assert not new.take_up(tensors, "run")
+    kept.keep(tensors, "run", round=3, steps=4)
+    assert new.take_up(tensors, "run")
+    for parameter in model.parameters():
+        before, now = (each.state[parameter] for each in optimizers)
+        assert before.keys() == now.keys()
+        for key, value in before.items():
+            assert type(value) is type(now[key])
+            torch.testing.assert_close(local_of(now[key]), local_of(value), rtol=0, atol=0)
+    optimizers[1].step()
 
 
 @pytest.mark.parametrize("mesh", MESHES)

@@ -30,7 +30,6 @@ from node.records import Records
 from protocol.errors import ConfigError, ExitCode, SystemRefusedError, UnavailableError
 from protocol.files.durable import FolderLock
 from protocol.run.amendments import amended
-from protocol.run.models import layout_of
 from protocol.run.run_spec import RunSpec
 from protocol.terminal.node_words import ways_of
 from protocol.trust.credentials import LINK_FILE
@@ -155,11 +154,8 @@ def test_what_results_of_an_amended_run_need_of_the_disk_goes_by_their_codec(
     assert before.verdict == after.verdict == "fine" and before.what != after.what
 
     def result_bytes(rules: RunSpec) -> int:
-        layout, history = layout_of(spec), History(None)
-        settings = NodeSettings(name="n")
-        records = Records.of(
-            tmp_path, settings, spec, layout, rules=rules, history=history, num_ranks=1
-        )
+        history, settings = History(None), NodeSettings(name="n")
+        records = Records.of(tmp_path, settings, spec, rules=rules, history=history, num_ranks=1)
         return sum(need.num_bytes for need in records.needs)
 
     rules = amended(spec, finer.changes)

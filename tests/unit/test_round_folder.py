@@ -101,3 +101,11 @@ def test_others_of_the_machine_read_no_weights_in_a_folder_that_is_open_to_them(
     else:
         folder.make_room(1)
     assert folder.path.stat().st_mode & 0o077 == 0
+
+
+def test_a_folder_that_an_earlier_release_left_open_is_closed_to_others(tmp_path: Path) -> None:
+    left_open = tmp_path / "snapshots"
+    left_open.mkdir()
+    left_open.chmod(0o755)
+    RoundFolder(left_open, suffix=".kind", kept=2).write(3, b"weights")
+    assert left_open.stat().st_mode & 0o777 == 0o700

@@ -59,6 +59,9 @@ CARRYING = "atoll/1/carry"
 MOST_AT_REST = 16
 """Streams that a node keeps open over pauses, to all peers together: they take places with those."""
 
+MOST_REMEMBERED = 256
+"""Names of nodes that were members."""
+
 MOST_ASKED = 16
 """Members that are asked at once where the coordinator is; the next time others are."""
 
@@ -115,6 +118,7 @@ class Libp2pTransport:
         self._members: dict[NodeId, RosterEntry] = {}
         self._peer_ids: dict[NodeId, str] = {}  # as libp2p has them
         self._node_ids: dict[str, NodeId] = {}
+        self._were_here: dict[str, str] = {}  # names of those that are no members now, by peer id
         self._whereabouts = whereabouts
         self._num_asked = 0
         self._on_streams: dict[str, StreamCallback] = {
@@ -252,9 +256,13 @@ class Libp2pTransport:
     def set_roster(self, members: tuple[RosterEntry, ...]) -> None:
         """Says who is a member now. Anyone else is refused before a body is read."""
         others = tuple(entry for entry in members if entry.node_id != self._identity.node_id)
+        gone = {p: self._members[n].node_name for p, n in self._node_ids.items()}
         self._members = {entry.node_id: entry for entry in others}
         self._peer_ids = {entry.node_id: peer_id_of(entry.address.public_key) for entry in others}
         self._node_ids = {peer_id: node_id for node_id, peer_id in self._peer_ids.items()}
+        were_here = (self._were_here | gone).items()
+        left = [(p, name) for p, name in were_here if p not in self._node_ids]
+        self._were_here = dict(left[-MOST_REMEMBERED:])
         self._carrying.set_roster(self._members)
         self._punching.set_roster(
             {self._peer_ids[entry.node_id]: entry.address.multiaddrs for entry in others}
@@ -490,12 +498,19 @@ class Libp2pTransport:
             drop(writer)
             self._serving.discard(task)
 
+    def _tell_refused(self, peer_id: str) -> None:
+        """A coordinator that gave nodes up, or starts anew, has them back one after the other."""
+        if (name := self._were_here.get(peer_id)) is not None:
+            _log.info("refused a stream of a node that the coordinator does not count now", of=name)
+        else:
+            _log.warning("refused a stream of a stranger", peer_id=peer_id)
+
     async def _admit_stream(
         self, peer_id: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         sender = self._node_ids.get(peer_id)
         if sender is None:
-            _log.warning("refused a stream of a stranger", peer_id=peer_id)
+            self._tell_refused(peer_id)
             await self._turn_away(peer_id, "you are not on the roster", reader, writer)
             return
         await self._answer(sender, reader, writer)
@@ -519,7 +534,7 @@ class Libp2pTransport:
         sender = self._node_ids.get(peer_id)
         stream = self._stream(reader, writer, self._limits)
         if sender is None:
-            _log.warning("refused a stream of a stranger", peer_id=peer_id)
+            self._tell_refused(peer_id)
             return
         try:
             origin = await self._carrying.answer(stream, sender)

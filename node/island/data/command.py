@@ -17,7 +17,9 @@ from protocol.errors import UsageError
 from protocol.terminal import console
 
 if TYPE_CHECKING:
+    from node.island.data.foreign import Adopted
     from node.island.data.manifest import Manifest, State
+    from node.island.data.preparing import Wanted
     from node.island.data.shard_writing import InSeveral
 
 LINE_SECONDS = 10.0
@@ -123,8 +125,8 @@ def prepare(
       atoll data prepare corpus/*.parquet --tokenizer ./tokenizer.json --out ./tokens
     """
     require_installed(READING, to="prepare data")
+    from node.island.data.foreign import Adopted
     from node.island.data.preparing import Wanted
-    from node.island.data.preparing import prepare as prepare_tokens
 
     if tokenizer is None:
         _refuse(
@@ -134,12 +136,9 @@ def prepare(
         )
     share, held_out_inputs = _share_or_files(held_out)
     repeated = tuple(map(_repetition, repeat))
-    progress = _Progress("prepared")
     tokens = _files_of_tokens(inputs, but_for=held_out_inputs)
     jobs = jobs or len(os.sched_getaffinity(0))
     if tokens:
-        from node.island.data.foreign import Adopted, adopt
-
         _refuse(
             {"--pack": pack, "--repeat": " ".join(repeat) or None},
             because="arranges documents anew, and tokens of other software are read as they are",
@@ -150,49 +149,66 @@ def prepare(
             because="names what is read of records, and the input is tokens",
             next_step="leave it out",
         )
-        adopted = Adopted(
-            files=tokens,
-            out=out,
-            held_out=share,
-            held_out_files=_files_of_tokens(held_out_inputs) if held_out_inputs else (),
-            tokenizer=tokenizer,
-            end_of_document=end_of_document,
-            vocab_size=vocab_size,
-            token_bytes=None if token_bytes is None else int(token_bytes),
-            jobs=jobs,
+        _adopt(
+            Adopted(
+                files=tokens,
+                out=out,
+                held_out=share,
+                held_out_files=_files_of_tokens(held_out_inputs) if held_out_inputs else (),
+                tokenizer=tokenizer,
+                end_of_document=end_of_document,
+                vocab_size=vocab_size,
+                token_bytes=None if token_bytes is None else int(token_bytes),
+                jobs=jobs,
+            )
         )
-        manifest = adopt(adopted, on_state=progress.show)
-        progress.end()
-        _tell(out, manifest)
         return
     _refuse(
         {"--vocab-size": vocab_size, "--token-bytes": token_bytes},
         because="belongs to files of tokens, and the input is text",
         next_step="leave it out",
     )
+    _prepare(
+        Wanted(
+            inputs=inputs,
+            out=out,
+            tokenizer=tokenizer,
+            end_of_document=end_of_document,
+            field=field,
+            held_out=share,
+            held_out_inputs=held_out_inputs,
+            repeated=repeated,
+            row=None if pack is None else pack + 1,
+            jobs=jobs,
+        )
+    )
+
+
+def _adopt(adopted: "Adopted") -> None:
+    """Links to tokens of other software, and tells what they are."""
+    from node.island.data.foreign import adopt
+
+    progress = _Progress("prepared")
+    manifest = adopt(adopted, on_state=progress.show)
+    progress.end()
+    _tell(adopted.out, manifest)
+
+
+def _prepare(wanted: "Wanted") -> None:
+    """Makes tokens of text, and tells what became of it."""
+    from node.island.data.preparing import prepare as prepare_tokens
+
+    progress = _Progress("prepared")
     with _kept_when_interrupted(progress):
         made = prepare_tokens(
-            Wanted(
-                inputs=inputs,
-                out=out,
-                tokenizer=tokenizer,
-                end_of_document=end_of_document,
-                field=field,
-                held_out=share,
-                held_out_inputs=held_out_inputs,
-                repeated=repeated,
-                row=None if pack is None else pack + 1,
-                jobs=jobs,
-            ),
-            on_state=progress.show,
-            say=lambda line: click.echo(line, err=True),
+            wanted, on_state=progress.show, say=lambda line: click.echo(line, err=True)
         )
     progress.end()
-    if repeated:
-        _tell_sources(repeated, made.tokens_of)
+    if wanted.repeated:
+        _tell_sources(wanted.repeated, made.tokens_of)
     if made.in_several.num_conversations:
         _tell_several(made.in_several)
-    _tell(out, made.manifest, num_empty=made.num_empty, num_cut=made.num_cut)
+    _tell(wanted.out, made.manifest, num_empty=made.num_empty, num_cut=made.num_cut)
 
 
 def _refuse(given: dict[str, str | int | None], *, because: str, next_step: str) -> None:

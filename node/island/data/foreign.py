@@ -8,7 +8,7 @@ held out, from the beginning of a document on, for what is not copied cannot be 
 
 import os
 import struct
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,12 +82,8 @@ def adopt(wanted: Adopted, *, on_state: Callable[[State], None]) -> Manifest:
         )
     files = [token_file(path, wanted.token_bytes) for path in wanted.files]
     held_out_files = [token_file(path, wanted.token_bytes) for path in wanted.held_out_files]
-    sizes = {file.token_bytes for file in (*files, *held_out_files)}
-    if len(sizes) != 1:
-        raise BadDataError(
-            f"the files have tokens of {' and of '.join(map(str, sorted(sizes)))} bytes",
-            next_step="prepare those of each size apart",
-        )
+    everything = [*files, *held_out_files]
+    token_bytes = _size_of_all(everything)
     tokenizer = None
     copied: dict[str, bytes] = {}
     if wanted.tokenizer is not None:
@@ -107,36 +103,18 @@ def adopt(wanted: Adopted, *, on_state: Callable[[State], None]) -> Manifest:
             (building / name).write_bytes(content)
             entries[name] = entry_of_file(building / name)
         shards: dict[Split, list[ShardEntry]] = {"training": [], "held_out": []}
-        everything = [*files, *held_out_files]
         digested = _digested(everything, vocab_size, wanted.jobs, on_state)
         for number, (file, entry) in enumerate(zip(everything, digested, strict=True)):
             name = f"{number:05}"
-            (building / f"{name}.tokens").symlink_to(file.path.resolve())
             entries[f"{name}.tokens"] = entry
-            mask = None if file.loss is None else f"{name}.mask"
-            if file.loss is not None:
-                _write_mask(file.loss, building / f"{name}.mask")
-                entries[f"{name}.mask"] = entry_of_file(building / f"{name}.mask")
             share = 1.0 if number >= len(files) else 0.0 if held_out_files else wanted.held_out
-            for split, start, stop in _splits(file, share):
-                offsets = f"{name}.offsets" if split == "training" else f"{name}.held-out.offsets"
-                documents = _documents_within(file, start, stop)
-                (building / offsets).write_bytes(documents.astype(f"<u{OFFSET_BYTES}").tobytes())
-                entries[offsets] = entry_of_file(building / offsets)
-                first = file.first + start
-                shards[split].append(
-                    ShardEntry(
-                        tokens=f"{name}.tokens",
-                        first=first,
-                        num_tokens=stop - start,
-                        num_counted=_num_counted(file, start, stop),
-                        offsets=offsets,
-                        mask=mask,
-                        num_documents=len(documents) - 1,
-                    )
-                )
+            for split, shard in _linked(file, building, name, held_out=share):
+                shards[split].append(shard)
+                for beside in filter(None, (shard.mask, shard.offsets)):
+                    if beside not in entries:  # both splits have one mask
+                        entries[beside] = entry_of_file(building / beside)
         manifest = Manifest(
-            token_bytes=_as_token_bytes(sizes.pop()),
+            token_bytes=token_bytes,
             vocab_size=vocab_size,
             tokenizer="unknown" if tokenizer is None else "tokenizer.json",
             end_of_document=None if tokenizer is None else tokenizer.end_of_document,
@@ -146,6 +124,45 @@ def adopt(wanted: Adopted, *, on_state: Callable[[State], None]) -> Manifest:
         )
         (building / MANIFEST_FILE).write_bytes(manifest.as_written())
     return manifest
+
+
+def _size_of_all(files: Sequence[TokenFile]) -> Literal[1, 2, 4]:
+    """Bytes of a token; raises BadDataError where they are not the same in all files."""
+    sizes = {file.token_bytes for file in files}
+    if len(sizes) != 1:
+        raise BadDataError(
+            f"the files have tokens of {' and of '.join(map(str, sorted(sizes)))} bytes",
+            next_step="prepare those of each size apart",
+        )
+    size = sizes.pop()
+    return 1 if size == 1 else 2 if size == 2 else 4
+
+
+def _linked(
+    file: TokenFile, folder: Path, name: str, *, held_out: float
+) -> Iterator[tuple[Split, ShardEntry]]:
+    """Links to a file, and writes its mask and its offsets beside; gives a shard for each of its splits."""
+    (folder / f"{name}.tokens").symlink_to(file.path.resolve())
+    mask = None
+    if file.loss is not None:
+        mask = f"{name}.mask"
+        _write_mask(file.loss, folder / mask)
+    for split, start, stop in _splits(file, held_out):
+        offsets = f"{name}.offsets" if split == "training" else f"{name}.held-out.offsets"
+        documents = _documents_within(file, start, stop)
+        (folder / offsets).write_bytes(documents.astype(f"<u{OFFSET_BYTES}").tobytes())
+        yield (
+            split,
+            ShardEntry(
+                tokens=f"{name}.tokens",
+                first=file.first + start,
+                num_tokens=stop - start,
+                num_counted=_num_counted(file, start, stop),
+                offsets=offsets,
+                mask=mask,
+                num_documents=len(documents) - 1,
+            ),
+        )
 
 
 def token_file(path: Path, token_bytes: int | None) -> TokenFile:
@@ -174,10 +191,6 @@ def token_file(path: Path, token_bytes: int | None) -> TokenFile:
     return TokenFile(
         path=path, token_bytes=token_bytes, first=0, num_tokens=size // token_bytes, offsets=None
     )
-
-
-def _as_token_bytes(size: int) -> Literal[1, 2, 4]:
-    return 1 if size == 1 else 2 if size == 2 else 4
 
 
 def _megatron(path: Path, index: Path, size: int) -> TokenFile:

@@ -2,6 +2,7 @@
 
 import glob
 import os
+import platform
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,3 +96,22 @@ def before_wildcards(pattern: Path) -> Path:
     parts = pattern.parts
     num_fixed = next((i for i, part in enumerate(parts) if glob.has_magic(part)), len(parts) - 1)
     return Path(*parts[:num_fixed])
+
+
+def how_to_have_the_same(data: DataSection) -> str:
+    """What to do where other nodes train on other data than this one."""
+    match data.source:
+        case "function":
+            return (
+                f"let {data.function} give the same samples on all nodes: a seed for what it draws, sorted "
+                "names for what it lists, the same files"
+            )
+        case "python-stdlib":
+            return (
+                f"take the same Python on all nodes, which is {platform.python_version()} here: its library "
+                "is the run's text"
+            )
+    return (
+        "name the very data that the run was made with, as data in node.toml; a file that was added or "
+        "changed since makes them others"
+    )

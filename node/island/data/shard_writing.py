@@ -343,11 +343,9 @@ def write_shard(
     tokenizer = encoding.opened()
     token_bytes = token_bytes_of(tokenizer.vocab_size)
     name = f"{job.number:05}"
-    writers = {
-        False: ShardWriter(folder, name, token_bytes=token_bytes),
-        True: ShardWriter(folder, f"{name}.held-out", token_bytes=token_bytes),
-    }
-    num_documents, num_empty, num_answering, num_cut = 0, 0, 0, 0
+    training = ShardWriter(folder, name, token_bytes=token_bytes)
+    held_out = ShardWriter(folder, f"{name}.held-out", token_bytes=token_bytes)
+    num_documents, num_empty, num_answering = 0, 0, 0
     least_hash, in_several = HASHES, InSeveral()
     tokens_of = dict.fromkeys((part.source for part in job.parts), 0)
     for gathered in _gathered(job.parts, encoding.field, tell):
@@ -362,41 +360,35 @@ def write_shard(
             if len(encoded) > 1 and not part.repetition:
                 in_several = in_several.plus(InSeveral.of(encoded))
             is_held_out = job.is_held_out or value < encoding.held_out_below
-            trained, kept_back = ([], encoded) if is_held_out else (encoded, [])
+            to_train, kept_back = ([], encoded) if is_held_out else (encoded, [])
             if encoding.end_held_out is not None:
                 beginning, end = _cut(encoded[-1], encoding.end_held_out)
-                trained, kept_back = [*encoded[:-1], beginning], [end]
-            for one in trained:
+                to_train, kept_back = [*encoded[:-1], beginning], [end]
+            for one in to_train:
                 tokens_of[part.source] += one.num_counted
-                writers[False].add(one)
+                training.add(one)
             if not part.repetition:  # what is measured is measured once
                 for one in kept_back:
-                    writers[True].add(one)
-    files: dict[str, FileEntry] = {}
-    shards: dict[bool, ShardEntry | None] = {}
-    for held_out, writer in writers.items():
-        shard, own = writer.close()
-        if shard.num_tokens and encoding.row and not held_out:
-            num_whole = shard.num_documents
-            shard, own = pack(
-                folder,
-                shard,
-                name,
-                row=encoding.row,
-                token_bytes=token_bytes,
-                padding=tokenizer.end_of_document,
-            )
-            num_cut = shard.num_documents - num_whole
-        if shard.num_tokens:
-            files |= own
-        else:
-            for each in own:
-                (folder / each).unlink()
-        shards[held_out] = shard if shard.num_tokens else None
+                    held_out.add(one)
+    shard, files = training.close()
+    num_cut = 0
+    if shard.num_tokens and encoding.row:
+        num_whole = shard.num_documents
+        shard, files = pack(
+            folder,
+            shard,
+            name,
+            row=encoding.row,
+            token_bytes=token_bytes,
+            padding=tokenizer.end_of_document,
+        )
+        num_cut = shard.num_documents - num_whole
+    trained, trained_files = _unless_empty(folder, shard, files)
+    measured, measured_files = _unless_empty(folder, *held_out.close())
     return Receipt(
-        training=shards[False],
-        held_out=shards[True],
-        files=files,
+        training=trained,
+        held_out=measured,
+        files=trained_files | measured_files,
         num_documents=num_documents,
         num_empty=num_empty,
         num_answering=num_answering,
@@ -405,6 +397,17 @@ def write_shard(
         tokens_of=tokens_of,
         least_hash=None if least_hash == HASHES else f"{least_hash:016x}",
     )
+
+
+def _unless_empty(
+    folder: Path, shard: ShardEntry, files: dict[str, FileEntry]
+) -> tuple[ShardEntry | None, dict[str, FileEntry]]:
+    """A shard and its files; one without tokens is none, and its files are removed."""
+    if shard.num_tokens:
+        return shard, files
+    for each in files:
+        (folder / each).unlink()
+    return None, {}
 
 
 HASHES = 2**64
