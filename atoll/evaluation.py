@@ -4,18 +4,16 @@ import gc
 import hashlib
 import inspect
 import math
-import random
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
+from atoll.draws import drawing_alike
 from atoll.errors import ModelMismatchError, SwarmError
 from atoll.optimizers import Optimizers, is_apart
 from atoll.running_statistics import RunningStatistics
@@ -65,7 +63,7 @@ def evaluated(
     looks = dict.fromkeys((model, *wrappers), look) | at_copies
     handles = [module.register_forward_pre_hook(each) for module, each in looks.items()]
     try:
-        with statistics.of_these_weights(), _drawing_alike(model):
+        with statistics.of_these_weights(), drawing_alike(model):
             found = evaluate()
         optimizers.evaluate()
         has_changed = differ(weights.few(), all_shown)
@@ -90,31 +88,6 @@ def evaluated(
             next_step="let it measure those, and an average of this loop's own between two steps",
         )
     return result
-
-
-@contextmanager
-def _drawing_alike(model: nn.Module) -> Iterator[None]:
-    """Within it what is drawn at random is the same each time and on all nodes, as a diffusion's noise.
-
-    After it the loop draws on as if there had been none: of a seed that the function has set itself, nodes
-    would train on the same samples from then on.
-    """
-    own = random.getstate(), np.random.get_state()
-    devices = {p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"}
-    with torch.random.fork_rng(devices=sorted(devices)):
-        try:
-            # No torch.manual_seed: it reaches devices that are not put back.
-            for each in (
-                torch.default_generator,
-                *map(torch.cuda.default_generators.__getitem__, devices),
-            ):
-                each.manual_seed(0)
-            random.seed(0)
-            np.random.seed(0)
-            yield
-        finally:
-            random.setstate(own[0])
-            np.random.set_state(own[1])
 
 
 class _Look:

@@ -19,6 +19,7 @@ from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.nn.utils.spectral_norm import SpectralNorm
 
+from atoll.draws import drawing_alike
 from atoll.errors import ModelMismatchError, SwarmError
 from atoll.ranks import Ranks
 
@@ -46,6 +47,7 @@ class RunningStatistics:
             and module.running_mean is not None
             and id(module.running_mean) not in known
         }
+        self._model = model
         self._spectral = list(spectral_vectors_of(model))
         self._compute = compute
         self._ranks = ranks
@@ -99,7 +101,11 @@ class RunningStatistics:
         means = [_Mean(norm) for norm in live.values()]
         try:
             # What was compiled would be compiled again for each batch's share of the mean.
-            with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            with (
+                torch.no_grad(),
+                torch.compiler.set_stance("force_eager"),
+                drawing_alike(self._model, seed=self._ranks.rank),  # ranks see other samples
+            ):
                 self._compute()
         finally:
             for mean in means:

@@ -65,7 +65,7 @@ def differing_in_words(state: SwarmState) -> str:
         f"{name_of(state, low.node_id)} finds {loss_in_words(low.loss)} and "
         f"{name_of(state, high.node_id)} {loss_in_words(high.loss)} of the state after round {told.round}: "
         "they evaluate on other data, as batches drawn anew each time, or by other code, as that which their "
-        "functions call, or one of them lies"
+        "functions call, or with batch norm's statistics of too few samples, or one of them lies"
     )
 
 

@@ -1,12 +1,14 @@
 """What of a loop's model no exchange averages: running statistics are computed, all else is refused."""
 
 import inspect
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import atoll.running_statistics as loops_statistics
 import node.island.models.running_statistics as ranks_statistics
@@ -64,6 +66,29 @@ def test_around_an_evaluation_they_are_those_of_its_weights_and_then_the_loop_s_
     with statistics_of(model, lambda: [model(batch) for batch in batches()]).of_these_weights():
         assert (mean_in(model[0]) - 5).abs().max() < 0.5
     assert torch.equal(mean_in(model[0]), own) and model[0].num_batches_tracked == 1
+
+
+def test_nodes_that_draw_batches_of_the_same_data_find_the_same_and_train_on_by_their_own_draws() -> (
+    None
+):
+    found, drawn = [], []
+    data = TensorDataset(torch.randn(64, 3, 2, 2, generator=torch.Generator().manual_seed(1)))
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        drawn.append(torch.randn(3))
+        torch.manual_seed(seed)
+        norm = nn.BatchNorm2d(3)
+        loader = DataLoader(data, batch_size=4, shuffle=True)
+
+        def see_some(norm: nn.Module = norm, loader: Any = loader) -> None:
+            for (batch,) in itertools.islice(loader, 2):
+                norm(batch)
+
+        statistics_of(norm, see_some).settle()
+        found.append(norm.running_mean)
+        assert torch.equal(torch.randn(3), drawn[-1]), "what it draws next is its own"
+    assert torch.equal(*found)
+    assert not torch.equal(*drawn)
 
 
 def test_a_compiled_model_is_not_compiled_for_it() -> None:

@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from node.island.data.dataset import SampleOrder, read_corpus
+from node.island.models import transformers_described
 from node.island.models.architecture import architecture_of, container_of_layers, give_memory
 from node.island.models.describing import describe, export_state, first_vector
 from node.island.models.stages import Cut
@@ -31,7 +32,7 @@ from node.island.models.transformers import (
     saved_model,
     sizes_of,
 )
-from node.island.models.transformers_described import check_looks_back, check_loss
+from node.island.models.transformers_described import check_buffers, check_looks_back, check_loss
 from node.island.models.transformers_plans import CUT_INTO_STAGES, run_alone, stages_of
 from node.island.parallel.mesh import Mesh
 from node.island.parallel.mesh_shape import PLAIN, LocalTraining, MeshShape, check_shape
@@ -494,6 +495,15 @@ def test_buffers_that_only_the_folder_has_are_refused_where_no_node_would_get_th
     with pytest.raises(ConfigError, match=r"the buffer model\.layers\.1\.layer_scalar") as caught:
         first_vector(spec, tmp_path)
     assert "--lora" in caught.value.next_step
+
+
+@pytest.mark.parametrize("put", [nn.utils.spectral_norm, nn.utils.parametrizations.spectral_norm])
+def test_a_folder_may_have_spectral_norm_s_vectors_which_nodes_compute(
+    put: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved, by_its_config = (put(nn.Linear(3, 4)) for _ in range(2))
+    monkeypatch.setattr(transformers_described, "built", lambda _: by_its_config)
+    check_buffers(saved, {})
 
 
 def test_weights_of_another_kind_of_model_are_called_so(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from node.island.models.architecture import (
     kept_buffers,
 )
 from node.island.models.decoder_modules import mean_nats
+from node.island.models.running_statistics import spectral_vectors_of
 from node.island.models.transformers import (
     BY_FUNCTION,
     KEEPS_DOCUMENTS_APART,
@@ -213,9 +214,15 @@ def _influences(model: "PreTrainedModel", num_tokens: int) -> tuple[float, float
 
 
 def check_buffers(saved: "PreTrainedModel", config: Mapping[str, Any]) -> None:
-    """Raises ConfigError where a folder has buffers that its config does not give: nodes build by that."""
+    """Raises ConfigError where a folder has buffers that its config does not give: nodes build by that.
+
+    Spectral norm's vectors are not among them: they follow from the weights.
+    """
     given = kept_buffers(built(config))
+    computed = {name for each in spectral_vectors_of(saved) for name in each.names}
     for name, buffer in kept_buffers(saved).items():
+        if name in computed:
+            continue
         own = given[name]
         if own.is_meta or not torch.equal(buffer, own.to(buffer.dtype)):
             raise ConfigError(
