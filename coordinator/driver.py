@@ -4,148 +4,43 @@ Events that arrive while a commit is on its way to the disk wait for the next on
 disk is waited for once for many calls, and the event loop does not wait with them. One batch is on
 its way at a time, so steps are serial without a lock, and no answer or action leaves before what
 caused it is on the disk: not even a refusal, which may rest on a step that nobody has seen yet.
-
-The coordinator's time is seconds for which this process ran, so that nobody pays for its sleep. One that was
-stopped (a suspended laptop, a paused virtual machine, SIGSTOP) could hear nobody meanwhile. If that time
-counted, every lease would be over when it wakes. Likewise where a relay carries it that is away.
 """
 
 import asyncio
-import contextlib
-import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Executor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
+from coordinator.clock import Clock
 from coordinator.store import Store
-from coordinator.streams import Stream, what_holds_for
+from coordinator.streams import Stream, Streams
 from coordinator.swarm.events import (
-    Action,
-    EndSession,
     Event,
     GoBack,
-    OpenSession,
     QuarantineAsked,
     RulingAsked,
-    SendRoster,
     Started,
     StreamBroken,
-    Tell,
     Ticked,
     WithdrawalAsked,
     Woke,
 )
 from coordinator.swarm.members import Member
-from coordinator.swarm.membership import require_session, roster_of
+from coordinator.swarm.membership import require_session
 from coordinator.swarm.state import SwarmState
 from coordinator.swarm.transition import Transition, next_deadline, step
-from protocol.errors import AtollError, SessionEndedError, SystemRefusedError
+from protocol.errors import AtollError, SystemRefusedError
 from protocol.wire.channel import DEADLINE_SECONDS, RETRY_CAP_SECONDS
-from protocol.wire.messages import Message, RosterChanged, RosterTold
 from protocol.wire.rounds import NodeId
-
-TICK_SECONDS = 1.0
-"""The clock is looked at this often, whether or not anything is due: gaps are measured by it."""
-
-LONGEST_GAP_SECONDS = 3.0
-"""Between two looks at the clock; what is longer was a sleep, and counts as one tick."""
-
-SHORTEST_SLEEP_SECONDS = 0.01
-"""Bounds the clock's rate, should a tick at a deadline leave that deadline standing."""
-
-
-class Clock(Protocol):
-    """The coordinator's time, in seconds."""
-
-    def now(self) -> float:
-        """The time now; never goes back."""
-        ...
-
-    def take_slept(self) -> float:
-        """Seconds that did not count since this was last asked."""
-        ...
-
-    async def wait_until(self, time: float | None, changed: asyncio.Event) -> None:
-        """Returns at that time or earlier, and as soon as `changed` is set."""
-        ...
-
-
-def seconds_since_boot() -> float:
-    """A clock that goes on while the machine is suspended, where there is one."""
-    clock = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # Linux only
-    return time.clock_gettime(clock)
-
-
-class LoopClock:
-    """Goes on from `starts_at` with `source`, and stands still while nobody could look at it.
-
-    `source` is the event loop's time unless given; on a virtual-time loop as well. Gaps are seen
-    as long as somebody waits in `wait_until`, as `Driver.run_clock` always does. Nor does time count while
-    `hears_nobody`.
-    """
-
-    def __init__(
-        self,
-        *,
-        starts_at: float,
-        source: Callable[[], float] | None = None,
-        hears_nobody: Callable[[], bool] = lambda: False,
-    ) -> None:
-        self._hears_nobody = hears_nobody
-        self._source = source or asyncio.get_running_loop().time
-        self._looked_at = self._source()
-        self._offset = starts_at - self._looked_at
-        self._slept = 0.0
-        self._unheard = 0.0  # slept as well, and told once somebody may be heard again
-
-    def now(self) -> float:
-        """The time now."""
-        looked_at = self._source()
-        gap = looked_at - self._looked_at
-        counted = gap if gap <= LONGEST_GAP_SECONDS else TICK_SECONDS
-        if self._hears_nobody():
-            self._unheard += gap
-            self._offset -= gap
-        else:
-            self._slept += gap - counted + self._unheard
-            self._offset -= gap - counted
-            self._unheard = 0.0
-        self._looked_at = looked_at
-        return self._offset + looked_at
-
-    def take_slept(self) -> float:
-        """Seconds that did not count since this was last asked."""
-        self.now()
-        slept, self._slept = self._slept, 0.0
-        return slept
-
-    async def wait_until(self, time: float | None, changed: asyncio.Event) -> None:
-        """Returns at that time or after a tick, and as soon as `changed` is set."""
-        left = TICK_SECONDS if time is None else min(time - self.now(), TICK_SECONDS)
-        # Not wait_for: in Python 3.11 it forgets a cancellation that comes with the change itself,
-        # and a coordinator told to stop while its nodes leave would wait for its clock for ever.
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(max(left, SHORTEST_SLEEP_SECONDS)):
-                await changed.wait()
-        self.now()
-
-
-MAX_UNREAD = 1000
-"""Messages that may wait in a session; a node that reads slower than this is better off anew."""
 
 UNNOTICED_SECONDS = DEADLINE_SECONDS / 2
 """A coordinator that was stopped for less has answered all calls in time: no node has left it."""
 
 MOST_IN_A_BATCH = 128
 """Events that share a commit at most: nothing else is read or sent while they are stepped."""
-
-FEW_SESSIONS = 64
-ROSTER_SECONDS = 0.25
-"""With more sessions than few, the roster's changes are told this often unless something follows that
-builds on them: a thousand nodes that attach one after the other are a million messages otherwise."""
 
 T = TypeVar("T")
 
@@ -206,14 +101,10 @@ class Driver:
         """Hears what the core wants to be ruled: who makes rulings sets it."""
         self.on_write: Callable[[float], None] = lambda seconds: None
         """Hears after how long each change was durable."""
-        self._streams: dict[NodeId, Stream] = {}
-        self._roster_told: SwarmState | None = None  # whose roster they know, once it has changed
-        self._roster_now: RosterTold | None = None  # that roster, once a stream has begun with it
-        self._roster_timer: asyncio.TimerHandle | None = None  # until the next change may be told
+        self._streams = Streams(lambda: self._state)
         self._changed = asyncio.Event()
         self.is_keeping_time = False
         """Whether deadlines are kept: while `run_clock` runs."""
-        self._is_ending = False
         self._has_begun = not state.members  # a run that goes on begins with Started
         self.may_be_cut_off: Callable[[], bool] = lambda: False
         """Whether our side of the network is down: nodes whose streams break may well live."""
@@ -383,20 +274,11 @@ class Driver:
     def subscribe(self, node_id: NodeId, session_id: int) -> Stream:
         """A stream that begins with what holds now. An earlier stream of the node ends."""
         member = self.session_of(node_id, session_id)
-        self._end(node_id, "its events are read by a newer call")
-        stream = Stream(node_id=node_id, session_id=session_id)
-        if self._roster_now is None:  # the one that the others know, for changes are told to all
-            self._roster_now = RosterTold(members=roster_of(self._roster_told or self._state))
-        stream.put(self._roster_now)
-        for message in what_holds_for(self._state, member, self.clock.now()):
-            stream.put(message)
-        self._streams[node_id] = stream
-        return stream
+        return self._streams.open(member, session_id, self.clock.now())
 
     def unsubscribe(self, stream: Stream) -> None:
         """Forgets a stream that nobody reads any more."""
-        if self._streams.get(stream.node_id) is stream:
-            del self._streams[stream.node_id]
+        self._streams.close(stream)
 
     def stream_broken(self, stream: Stream) -> None:
         """Takes note that a stream's reader is gone, if no newer one has taken its place.
@@ -404,7 +286,7 @@ class Driver:
         When we were stopped for long, nodes that live have ended their streams too. What
         becomes of the note is nobody's to wait for: on a full disk the lease will end the session.
         """
-        if self._streams.get(stream.node_id) is not stream or self._is_ending:
+        if not self._streams.is_current(stream):
             return
         has_slept = self._note_sleep() > UNNOTICED_SECONDS
         broken = StreamBroken(
@@ -419,85 +301,23 @@ class Driver:
     @property
     def has_streams(self) -> bool:
         """Whether anybody reads what it tells."""
-        return bool(self._streams)
+        return self._streams.is_any
 
     def end_all(self, error: AtollError) -> None:
         """Ends every stream, because the coordinator stops."""
-        self._is_ending = True
-        for stream in self._streams.values():
-            stream.end(error)
-        self._streams.clear()
+        self._streams.end_all(error)
 
     def _tell(self, taken: list[_Taken]) -> None:
-        """Tells the sessions of the steps of a batch, each in its turn.
-
-        The roster is told as it is after all of them, and before what is said of its members.
-        """
+        """Tells the sessions of the steps of a batch, each in its turn."""
         for one in taken:
             for action in one.transition.actions:
-                if not isinstance(action, SendRoster):
-                    self._deliver(action)
-                    continue
-                self._roster_told = self._roster_told or one.before
-                if self._roster_timer is None:
-                    self._tell_roster()
+                match action:
+                    case GoBack() | WithdrawalAsked() | QuarantineAsked():
+                        self.on_ruling_asked(action)
+                    case _:
+                        self._streams.deliver(action, before=one.before)
             if self._watch is not None:
                 self._watch(one.before, one.transition)
-
-    def _deliver(self, action: Action) -> None:
-        match action:
-            case OpenSession(node_id=node_id):
-                self._end(node_id, "the node attached anew")
-            case EndSession(node_id=node_id, reason=reason):
-                self._end(node_id, reason)
-            case GoBack() | WithdrawalAsked() | QuarantineAsked():
-                self.on_ruling_asked(action)
-            case Tell(message=message, to=to):
-                self._send(message, tuple(self._streams) if to is None else to)
-
-    def _tell_roster(self) -> None:
-        """Tells all sessions what has changed in the roster, if anything has."""
-        before, self._roster_told = self._roster_told, None
-        if before is None:
-            return
-        self._roster_now = None
-        was = {entry.node_id: entry for entry in roster_of(before)}
-        now = {entry.node_id: entry for entry in roster_of(self._state)}
-        change = RosterChanged(
-            joined=tuple(entry for node_id, entry in now.items() if was.get(node_id) != entry),
-            gone=tuple(node_id for node_id in was if node_id not in now),
-        )
-        if not change.joined and not change.gone:
-            return
-        self._put(change, tuple(self._streams))
-        if len(self._streams) > FEW_SESSIONS and self._roster_timer is None:
-            loop = asyncio.get_running_loop()
-            self._roster_timer = loop.call_later(ROSTER_SECONDS, self._roster_may_be_told)
-
-    def _roster_may_be_told(self) -> None:
-        self._roster_timer = None
-        self._tell_roster()
-
-    def _send(self, message: Message, node_ids: tuple[NodeId, ...]) -> None:
-        """What is said of members comes after their names."""
-        self._tell_roster()
-        self._put(message, node_ids)
-
-    def _put(self, message: Message, node_ids: tuple[NodeId, ...]) -> None:
-        for node_id in node_ids:
-            stream = self._streams.get(node_id)
-            if stream is None:
-                continue  # not subscribed: it is told what holds when it subscribes
-            if stream.num_unread >= MAX_UNREAD:
-                self._end(node_id, f"{MAX_UNREAD} messages wait unread")
-            else:
-                stream.put(message)
-
-    def _end(self, node_id: NodeId, reason: str) -> None:
-        stream = self._streams.pop(node_id, None)
-        if stream is not None:
-            what = f"session {stream.session_id} of node {node_id} has ended: {reason}"
-            stream.end(SessionEndedError(what, next_step="attach again"))
 
 
 def _refuse(asked: _Asked, error: Exception) -> None:

@@ -4,14 +4,8 @@ import asyncio
 
 import pytest
 
-from coordinator.driver import (
-    LONGEST_GAP_SECONDS,
-    TICK_SECONDS,
-    UNNOTICED_SECONDS,
-    Driver,
-    LoopClock,
-    seconds_since_boot,
-)
+from coordinator.clock import LONGEST_GAP_SECONDS, TICK_SECONDS, LoopClock, seconds_since_boot
+from coordinator.driver import UNNOTICED_SECONDS, Driver
 from coordinator.store import Store
 from coordinator.swarm.events import HeartbeatSeen
 from coordinator.swarm.members import MemberState

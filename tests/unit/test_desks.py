@@ -10,8 +10,9 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from structlog.testing import capture_logs
 
+from coordinator.clock import LoopClock
 from coordinator.config import rules_of
-from coordinator.driver import Driver, LoopClock
+from coordinator.driver import Driver
 from coordinator.services import checks, session
 from coordinator.services.answering import (
     CALLS_A_SECOND,

@@ -5,9 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from coordinator.driver import MAX_UNREAD, Driver, LoopClock
+from coordinator.clock import LoopClock
+from coordinator.driver import Driver
 from coordinator.store import Store
-from coordinator.streams import Stream
+from coordinator.streams import MAX_UNREAD, Stream
 from coordinator.swarm.events import Attached, Detached, HeartbeatSeen, Reported
 from coordinator.swarm.members import MemberState
 from coordinator.swarm.transition import initial_state

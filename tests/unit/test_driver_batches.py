@@ -13,8 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.driver import FEW_SESSIONS, MOST_IN_A_BATCH, Driver
+from coordinator.driver import MOST_IN_A_BATCH, Driver
 from coordinator.store import Store
+from coordinator.streams import FEW_SESSIONS
 from coordinator.swarm.events import Detached, Event, HeartbeatSeen, Reported, ReportedTogether
 from coordinator.swarm.members import MemberState
 from coordinator.swarm.membership import roster_of
@@ -345,13 +346,13 @@ def test_every_stream_knows_the_roster_once_it_may_be_told(
             elif turn == "s" and node_id in asked:
                 known[driver.subscribe(node_id, session)] = set()
             elif turn == "t":
-                driver._roster_may_be_told()
+                driver._streams._roster_may_be_told()
             await turns_of_the_loop(1 if is_batched else 20)
             await driver.settled()
-        driver._roster_may_be_told()
+        driver._streams._roster_may_be_told()
         roster = {entry.node_id for entry in roster_of(driver.state)}
         for stream, members in known.items():
-            if driver._streams.get(stream.node_id) is not stream:
+            if not driver._streams.is_current(stream):
                 continue
             for place, told in enumerate(unread(stream)):
                 if isinstance(told, RosterTold):
@@ -366,10 +367,11 @@ def test_every_stream_knows_the_roster_once_it_may_be_told(
                     assert members >= set(told.plan.participants)
             assert members == roster
 
-    with mock.patch.multiple("coordinator.driver", FEW_SESSIONS=1, ROSTER_SECONDS=3600.0):
+    with mock.patch.multiple("coordinator.streams", FEW_SESSIONS=1, ROSTER_SECONDS=3600.0):
         asyncio.run(play())
 
 
+@mock.patch("coordinator.streams.ROSTER_SECONDS", 3600.0)  # however slow this machine is
 async def test_many_sessions_are_not_told_of_each_node_that_joins() -> None:
     driver = driver_of(Store.in_memory())
     sessions = [await attach(driver, node_id) for node_id in MANY[: FEW_SESSIONS + 1]]
@@ -378,6 +380,6 @@ async def test_many_sessions_are_not_told_of_each_node_that_joins() -> None:
         unread(stream)
     for node_id in MANY[FEW_SESSIONS + 1 :][:10]:
         await attach(driver, node_id)
-    driver._roster_may_be_told()
+    driver._streams._roster_may_be_told()
     changes = [told for told in unread(streams[0]) if isinstance(told, RosterChanged)]
     assert [len(change.joined) for change in changes] == [1, 9]

@@ -17,7 +17,8 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 import coordinator.swarm
-from coordinator.driver import Driver, LoopClock
+from coordinator.clock import LoopClock
+from coordinator.driver import Driver
 from coordinator.journal import log_transition
 from coordinator.services import session
 from coordinator.services.session import MOST_OUT_OF_REACH, SentMessages, SessionDesk

@@ -5,7 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from coordinator.driver import Driver, LoopClock
+from coordinator.clock import LoopClock
+from coordinator.driver import Driver
 from coordinator.journal import news_of
 from coordinator.services.status import StatusDesk
 from coordinator.store import Store
