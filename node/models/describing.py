@@ -22,7 +22,9 @@ from node.island.parallel.mesh_shape import LocalTraining, MeshShape
 from node.machine.hardware import Hardware, look_around
 from node.models.reading import (
     CONFIG,
+    GENERATION_CONFIG,
     digest_of_first,
+    ends_in,
     has_weights,
     read_config,
     read_json,
@@ -86,8 +88,10 @@ def describe_asked(folder: Path, source: Path | None, asked: Asked) -> dict[str,
     data, vocab_size, there = _data_of(source, asked)
     if (packed := there.get("packed_context")) is not None:
         asked = replace(asked, context=_as_packed(packed, asked, notes))
-    if there.pop("has_answers", False) and _keeps_documents_apart(source, asked, notes):
-        data["across_documents"] = False
+    if there.pop("has_answers", False) and asked.by != "function":
+        if _keeps_documents_apart(source, asked, notes):
+            data["across_documents"] = False
+        _look_at_ends_of_answers(source, asked, notes)
     has_samples = asked.data_function is not None or asked.loop
     if asked.by == "function" and not has_samples and asked.context is None:
         raise UsageError(
@@ -234,8 +238,6 @@ def _data_of(
 
 def _keeps_documents_apart(source: Path | None, asked: Asked, notes: list[str]) -> bool:
     """Whether answers are learned without what stands before their conversation; says why, or why not."""
-    if asked.by == "function":
-        return False
     if asked.by == "transformers":
         from node.island.models.transformers import KEEPS_DOCUMENTS_APART, config_of
 
@@ -252,6 +254,53 @@ def _keeps_documents_apart(source: Path | None, asked: Asked, notes: list[str]) 
         "conversations that share a sample do not see each other"
     )
     return True
+
+
+def _look_at_ends_of_answers(source: Path | None, asked: Asked, notes: list[str]) -> None:
+    """Says where a model learns no token after which it stops writing: it would go on after each answer.
+
+    So it is with a chat template whose turns end otherwise than the documents of its tokenizer.
+    """
+    from node.island.data.manifest import read_manifest
+    from node.island.data.token_shards import learned_of_held_out
+    from node.island.data.tokenizing import open_tokenizer
+
+    tokens = Path(asked.data[0])
+    manifest = read_manifest(tokens)
+    ends = frozenset[int]()
+    if source is not None:
+        told = read_settings(source)
+        ends = ends_in(told.get("generation_config", {}), told["config"])
+    if not ends and manifest.end_of_document is not None:
+        ends = frozenset({manifest.end_of_document})
+    learned = learned_of_held_out(tokens, manifest)
+    if not ends or not (tokens / TOKENIZER).is_file() or not learned.any():
+        return
+    if any(learned[end] for end in ends if end < len(learned)):
+        return
+    tokenizer = open_tokenizer(tokens / TOKENIZER)
+    stops = " or ".join(repr(tokenizer.id_to_token(end) or str(end)) for end in sorted(ends))
+    added: dict[int, Any] = tokenizer.get_added_tokens_decoder()
+    special = [token for token, each in added.items() if each.special and learned[token]]
+    if not special:
+        notes.append(
+            f"no answer in {tokens} ends with {stops}, after which the model writes no more, so it will "
+            "write on after its answers: let the chat template write it after each answer, and prepare the "
+            "conversations again"
+        )
+        return
+    usual = max(special, key=lambda token: learned[token])
+    name = added[usual].content
+    mend = (
+        f"prepare them with --end-of-document '{name}'"
+        if source is None
+        else f'write "eos_token_id": {sorted({usual, *ends})} into {source / GENERATION_CONFIG}, and begin '
+        "anew"
+    )
+    notes.append(
+        f"answers in {tokens} end with {name!r}, and the model writes until {stops}, so it will write on "
+        f"after its answers: {mend}"
+    )
 
 
 def _as_packed(packed: int, asked: Asked, notes: list[str]) -> int:

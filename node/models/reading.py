@@ -171,6 +171,15 @@ def read_settings(folder: Path) -> dict[str, dict[str, Any]]:
     return settings
 
 
+def ends_in(*settings: Mapping[str, Any]) -> frozenset[int]:
+    """The tokens after which a model writes no more, by the first of its settings that names any."""
+    for each in settings:
+        ends = each.get("eos_token_id")
+        if ends is not None:
+            return frozenset(ends if isinstance(ends, list) else [ends])
+    return frozenset()
+
+
 def read_weights(folder: Path, spec: RunSpec, out: Vector) -> None:
     """Fills `out` with the folder's weights in the run's canonical order.
 

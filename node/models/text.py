@@ -20,6 +20,7 @@ from node.island.data.tokenizing import (
     tokenizer_files,
     tokenizer_folder,
 )
+from node.models.reading import ends_in
 from protocol.errors import NoInputError
 from protocol.files.durable import expanded, make_folder, write_atomically
 from protocol.run.models import BYTES_VOCABULARY
@@ -195,8 +196,4 @@ def _ends_of(spec: RunSpec) -> frozenset[int]:
     """What the folder that the run was made from says to end with."""
     if spec.description is None:
         return frozenset()
-    for settings in (spec.description.generation_config, spec.description.config):
-        ends = settings.get("eos_token_id")
-        if ends is not None:
-            return frozenset(ends if isinstance(ends, list) else [ends])
-    return frozenset()
+    return ends_in(spec.description.generation_config, spec.description.config)

@@ -1,6 +1,7 @@
 """A new run on tokens of which only answers are learned keeps their conversations apart, where it can."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,56 @@ def test_plain_text_is_learned_across_documents(
     told = described(place, "text", by, model)
     assert "across_documents" not in told["data"]
     assert not any("across_documents" in note for note in told["notes"])
+
+
+OTHER_END = "<|endoftext|>"
+"""Of documents: the turns of the chat template end with <|im_end|>."""
+
+
+def of_a_tokenizer_whose_turns_end_otherwise(place: Path, name: str) -> Path:
+    """A copy of the model, whose config ends texts where its tokenizer's documents end, and its tokens."""
+    folder = shutil.copytree(place / "llama", place / name)
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": OTHER_END}))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": 0}))
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    prepared(place / "chat.jsonl", out=place / f"{name}-tokens", tokenizer=folder, row=33)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("by", "has_model"), [("decoder", True), ("transformers", True), (None, False)]
+)
+def test_a_model_that_never_learns_to_stop_is_told_of(
+    place: Path, by: str | None, has_model: bool
+) -> None:
+    name = f"base-{by}"
+    folder = of_a_tokenizer_whose_turns_end_otherwise(place, name)
+    [told] = (
+        note
+        for note in described(place, f"{name}-tokens", by, name if has_model else None)["notes"]
+        if "write on after its answers" in note
+    )
+    assert f"end with '<|im_end|>', and the model writes until {OTHER_END!r}" in told
+    asked_for = f'"eos_token_id": [0, 2] into {folder}/generation_config.json'
+    assert (asked_for if has_model else "--end-of-document '<|im_end|>'") in told
+
+
+def test_what_is_advised_ends_answers(place: Path) -> None:
+    folder = of_a_tokenizer_whose_turns_end_otherwise(place, "mended")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, 2]}))
+    prepared(
+        place / "chat.jsonl",
+        out=place / "ended-tokens",
+        tokenizer=folder,
+        row=33,
+        end_of_document="<|im_end|>",
+    )
+    notes = [
+        *described(place, "mended-tokens", "decoder", "mended")["notes"],
+        *described(place, "ended-tokens", None, None)["notes"],
+    ]
+    assert notes and not any("write on" in note for note in notes)
 
 
 def test_the_manifest_tells_conversations_apart_and_of_plain_text_is_as_it_was(place: Path) -> None:

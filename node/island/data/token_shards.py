@@ -254,3 +254,28 @@ class TokenShards:
             found = np.searchsorted(offsets, own, side="right")
             documents[row] = found - found[0]
         return documents
+
+
+MOST_LOOKED_AT = 1 << 24
+"""Tokens of a shard that are looked at for what all of them are like."""
+
+
+def learned_of_held_out(folder: Path, manifest: Manifest) -> npt.NDArray[np.int64]:
+    """How often each token is learned in the held-out split of a folder, by the token's number.
+
+    Of shards that are not in the folder nothing is counted, and of long ones only how they begin.
+    """
+    files = MappedFiles(folder, manifest.files, manifest.piece_bytes)
+    dtype = np.dtype(f"<u{manifest.token_bytes}")
+    found = np.zeros(manifest.vocab_size, np.int64)
+    for shard in manifest.held_out:
+        if not all((folder / name).is_file() for name in (shard.tokens, shard.mask) if name):
+            continue
+        first, last = shard.first, shard.first + min(shard.num_tokens, MOST_LOOKED_AT)
+        tokens = files.read(shard.tokens, first * dtype.itemsize, last * dtype.itemsize).view(dtype)
+        if shard.mask is not None:
+            packed = files.read(shard.mask, first // 8, -(-last // 8))
+            bits = np.unpackbits(packed, bitorder="little")[first % 8 :]
+            tokens = tokens[bits[: last - first].astype(np.bool_)]
+        found += np.bincount(tokens, minlength=len(found))[: len(found)]
+    return found
