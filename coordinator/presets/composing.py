@@ -362,7 +362,8 @@ def _share_of_data(spec: RunSpec, facts: Facts) -> str:
     them at its start.
     """
     if facts.num_samples:
-        return _times_the_data(spec, facts.num_samples, counted=spec.counted)
+        each = spec.model.context if spec.counted == "tokens" else 1
+        return _times_the_data(spec, facts.num_samples, learned=facts.num_samples * each)
     num_tokens = facts.num_tokens
     if num_tokens is None:
         return ""
@@ -386,19 +387,20 @@ def _share_of_data(spec: RunSpec, facts: Facts) -> str:
             next_step="give more text, or hold more of it out when tokens are made ('atoll data prepare "
             "--held-out 0.1'), or ask for shorter samples: --context",
         )
-    return _times_the_data(spec, num_tokens, counted="tokens")
+    return _times_the_data(spec, samples, learned=num_tokens)
 
 
-def _times_the_data(spec: RunSpec, there_are: int, *, counted: str) -> str:
+def _times_the_data(spec: RunSpec, num_samples: int, *, learned: int) -> str:
+    """Counted by samples, of which some teach fewer tokens than they have: prompts and padding do not count.
+
+    `learned` is what all of them teach once, in tokens or samples.
+    """
     nodes = spec.run.min_nodes
-    trained = spec.run.rounds * spec.node_steps * spec.inner.batch * nodes
-    if counted == "tokens":
-        trained *= spec.model.context
-    times = trained / there_are
+    times = spec.run.rounds * spec.node_steps * spec.inner.batch * nodes / num_samples
     return (
-        f"{spec.run.rounds} rounds of {nodes} nodes train {count_in_words(trained)} {counted}, "
-        f"{f'{times:,.0f}' if times >= 10 else f'{times:.2g}'} times what the data have ([run] rounds "
-        "changes it)"
+        f"{spec.run.rounds} rounds of {nodes} nodes train {count_in_words(round(times * learned))} "
+        f"{spec.counted}, {f'{times:,.0f}' if times >= 10 else f'{times:.2g}'} times what the data have "
+        "([run] rounds changes it)"
     )
 
 

@@ -33,6 +33,48 @@ def test_no_sample_is_counted_that_would_go_from_one_shard_into_the_next(
         composing.new_run(wanted, tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("facts", "told"),
+    [
+        # 150 rows of 65 tokens, of which conversations fill a part and answers a smaller one.
+        (
+            Facts(
+                num_tokens=1200, training_shards=[9750], held_out_shards=[650], packed_context=64
+            ),
+            "train 96.0k tokens, 80 times what the data have",
+        ),
+        # As many samples without rows: each token is learned.
+        (
+            Facts(num_tokens=9600, training_shards=[9601], held_out_shards=[650]),
+            "train 768.0k tokens, 80 times what the data have",
+        ),
+        # As many of a function, whose samples have places for 64 tokens.
+        (
+            Facts(
+                model={"source": "function", "function": "m:f", "context": 64},
+                data={"source": "function", "function": "m:d"},
+                num_parameters=1000,
+                num_layers=1,
+                num_samples=150,
+            ),
+            "train 768.0k tokens, 80 times what the data have",
+        ),
+    ],
+)
+def test_how_often_data_come_again_is_counted_by_samples_and_not_by_what_they_teach(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, facts: Facts, told: str
+) -> None:
+    tokens = {"source": "tokens", "paths": ["tokens"], "digest": "ab" * 32}
+    facts = replace(facts, data=facts.data or tokens)
+    monkeypatch.setattr(composing, "facts_of_wanted", lambda wanted, folder: facts)
+    wanted = Wanted(data=("tokens",), context=64, batch=4)
+    if facts.num_samples:
+        wanted = Wanted(function="m:f", data_function="m:d", source=EXAMPLES, context=64, batch=4)
+    made = composing.new_run(wanted, tmp_path)
+    # 100 rounds of 15 steps with batches of 4 on two nodes are 12,000 samples.
+    assert told in "\n".join(made.notes)
+
+
 FACTS = Facts(
     model={"source": "decoder", "context": 512, "num_layers": 30},
     num_parameters=134_500_000,
