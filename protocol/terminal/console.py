@@ -15,11 +15,12 @@ import sys
 import traceback
 import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 import click
 
-from protocol.errors import NEXT_STEP_FOR_REFUSAL, AtollError, ExitCode
+from protocol.errors import NEXT_STEP_FOR_REFUSAL, AtollError, ExitCode, UsageError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -55,6 +56,8 @@ def run(command: click.Command, arguments: Sequence[str] | None = None) -> int:
         _complain(error.format_message())
         return ExitCode.NO_INPUT
     except click.ClickException as error:
+        if (refused := _glob_without_quotes(error)) is not None:
+            return refuse(refused)
         _complain(_as_sentence(error.format_message()), _next_step_for_usage(error))
         return ExitCode.USAGE
     except (click.Abort, KeyboardInterrupt):
@@ -83,6 +86,21 @@ def refuse(error: AtollError) -> int:
     """Says what a person can act on; returns its exit code."""
     _complain(error.what, error.next_step)
     return error.exit_code
+
+
+def _glob_without_quotes(error: click.ClickException) -> UsageError | None:
+    """What to say where an option takes one path, and the shell has made several of a glob."""
+    _, is_of_extra, rest = error.message.partition("unexpected extra argument")
+    extra = rest.partition("(")[2].removesuffix(")").split()
+    files = [path for path in map(Path, extra) if path.is_file()]
+    if not is_of_extra or len(files) < 2:
+        return None
+    first = files[0]
+    return UsageError(
+        f"{first} and {len(files) - 1:,} more files stand where no path belongs: an option takes one, and "
+        "the shell makes many of a glob",
+        next_step=f"write the glob in quotes, as '{first.with_name(f'*{first.suffix}')}'",
+    )
 
 
 def _next_step_for_usage(error: click.ClickException) -> str:

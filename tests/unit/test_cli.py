@@ -341,3 +341,17 @@ def test_a_terminal_that_is_not_utf_8_gets_what_it_can_show_and_programs_all_of_
     )
     assert (ran.returncode, ran.stderr) == (0, b"")
     assert ran.stdout.decode(coding) == '? ?\n{\n  "a": "\\u017e"\n}\n'
+
+
+def test_a_glob_that_the_shell_has_spread_out_is_told_of_without_its_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = [str(tmp_path / f"{number}.txt") for number in range(50)]
+    for each in files:
+        Path(each).touch()
+    typed = ["init", str(tmp_path / "run"), "--data", *files]
+    assert console.run(cli.root, typed) == ExitCode.USAGE
+    said = capsys.readouterr().err
+    assert said.startswith(f"atoll: {files[1]} and 48 more files stand where no path belongs")
+    assert f"next: write the glob in quotes, as '{tmp_path}/*.txt'" in said
+    assert files[2] not in said and not (tmp_path / "run").exists()
