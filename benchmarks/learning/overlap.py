@@ -1,18 +1,22 @@
 """What late results cost in held-out loss, by how ranks take them over.
 
-    python -m benchmarks.learning.overlap [--seeds 0 1 2] [--late 3 15 28] [--report]
+    python -m benchmarks.learning.overlap [--seeds 0 1 2] [--late 3 15 28] [--by-nodes] [--report]
         [--results docs/results/overlap.jsonl]
 
 Two nodes train a byte language model of 0.1 million parameters by plain calls (lab.simulation.plain_calls):
 600 inner steps of 1,024 tokens a node, exchanged by ec2 both ways every 30. Results are taken over so many
 inner steps late, by each rule of [exchange] overlap and blend, and are compared, seed by seed, with the run
 of the same seed that waits for them. What is in the file of results is not run again.
+
+With `--by-nodes` two nodes and four train 1,200 inner steps in two fragments, and `blend` 0 is compared with
+0.5.
 """
 
 import itertools
 import logging
 import statistics
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +28,9 @@ from benchmarks.race import RATES, TRAINED, inner_table
 from lab.simulation.plain_calls import Setting, spec_of, train_swarm
 from node.island.data.dataset import read_corpus
 
-NUM_NODES = 2
-STEPS, ROUNDS = 30, 20
+STEPS, TOTAL_STEPS = 30, 600
 RULES: tuple[tuple[str, float], ...] = (("keep", 0), ("keep", 0.25), ("keep", 0.5), ("blend", 0.5))
+BLENDS = (0.0, 0.5)
 RESULTS = Path("docs/results/overlap.jsonl")
 
 
@@ -39,18 +43,49 @@ class Try:
     overlap: str = "none"
     blend: float | None = None
     seed: int = 0
+    num_nodes: int = 2
+    fragments: int = 1
+    steps: int = STEPS  # of a round
+    total_steps: int = TOTAL_STEPS
+    outer: tuple[float, float] = (0.7, 0.6)  # rate and momentum of Nesterov's step
+    rate: float = 0.0  # the inner optimizer's; 0: the middle of RATES
+
+
+BY_NODES = tuple(
+    Try(
+        optimizer=optimizer,
+        late_steps=late_steps,
+        overlap="keep",
+        num_nodes=num_nodes,
+        fragments=2,
+        steps=steps,
+        total_steps=1200,
+        rate=rate,
+    )
+    for num_nodes in (2, 4)
+    for optimizer, rate in (("muon", 1.1e-2), ("adamw", 9e-3))
+    for steps, late_steps in ((10, 5), (12, 10))
+)
+"""As presets have it where the model in fp32 takes 50 inner steps of the link, and twice as late."""
 
 
 def run(tried: Try) -> float:
     """The held-out loss at the end, in nats per byte."""
-    exchange: dict[str, Any] = {"uplink": "ec2", "downlink": "ec2", "overlap": tried.overlap}
+    exchange: dict[str, Any] = {
+        "uplink": "ec2",
+        "downlink": "ec2",
+        "fragments": tried.fragments,
+        "overlap": tried.overlap,
+    }
     if tried.blend is not None:
         exchange |= {"blend": tried.blend}
+    rate, momentum = tried.outer
     setting = Setting(name="late", tables=TRAINED, late_steps=tried.late_steps).changed(
         "late",
-        run={"rounds": ROUNDS, "min_nodes": NUM_NODES},
-        inner=inner_table(tried.optimizer, RATES[tried.optimizer][0]) | {"steps": STEPS},
-        outer={"learning_rate": 0.7, "momentum": 0.6},
+        run={"rounds": tried.total_steps // tried.steps, "min_nodes": tried.num_nodes},
+        inner=inner_table(tried.optimizer, tried.rate or RATES[tried.optimizer][0])
+        | {"steps": tried.steps},
+        outer={"learning_rate": rate, "momentum": momentum},
         exchange=exchange,
     )
     spec = spec_of(setting.tables, seed=tried.seed)
@@ -62,17 +97,17 @@ def run(tried: Try) -> float:
 
 def report(known: dict[Try, float]) -> str:
     """A table: how much higher than waiting each rule ended, by inner optimizer and lateness."""
+    waiting = {(t.optimizer, t.seed): loss for t, loss in known.items() if not t.late_steps}
+    late = [t for t in known if t.total_steps == TOTAL_STEPS and t.late_steps]
     rows: list[list[str]] = []
-    for optimizer, late_steps in itertools.product(
-        RATES, sorted({t.late_steps for t in known} - {0})
-    ):
+    for optimizer, late_steps in itertools.product(RATES, sorted({t.late_steps for t in late})):
         row = [f"{optimizer}, {late_steps} of {STEPS}"]
-        for overlap, blend in RULES:
+        for rule in RULES:
             more = [
-                loss - known[Try(optimizer=optimizer, seed=each.seed)]
-                for each, loss in known.items()
-                if (each.optimizer, each.late_steps, each.overlap, each.blend)
-                == (optimizer, late_steps, overlap, blend)
+                known[each] - waiting[optimizer, each.seed]
+                for each in late
+                if (each.optimizer, each.late_steps) == (optimizer, late_steps)
+                and (each.overlap, each.blend) == rule
             ]
             spread = f"({min(more):+.3f} to {max(more):+.3f})" if more else ""
             row.append(f"{statistics.mean(more):+.3f} {spread}" if more else "")
@@ -81,11 +116,43 @@ def report(known: dict[Try, float]) -> str:
     return markdown(("inner optimizer, steps late", *rules), rows)
 
 
+def report_by_nodes(known: dict[Try, float]) -> str:
+    """A table: what each blend ended at, and how much lower without than with one, seed by seed."""
+    rows: list[list[str]] = []
+    for each in BY_NODES:
+        without, with_one = (
+            {t.seed: loss for t, loss in known.items() if replace(t, seed=0) == tried}
+            for tried in (replace(each, blend=blend) for blend in BLENDS)
+        )
+        if not (both := sorted(without.keys() & with_one.keys())):
+            continue
+        more = [100 * (without[seed] / with_one[seed] - 1) for seed in both]
+        rows.append(
+            [
+                f"{each.num_nodes}, {each.optimizer}, {each.late_steps} of {each.fragments * each.steps}",
+                *(f"{statistics.mean(f[seed] for seed in both):.4f}" for f in (with_one, without)),
+                f"{statistics.mean(more):+.1f} % ({', '.join(f'{value:+.1f}' for value in more)})",
+            ]
+        )
+    blends = (f"`blend = {blend:g}`" for blend in reversed(BLENDS))
+    return markdown(("nodes, inner optimizer, steps late", *blends, "difference"), rows)
+
+
+def tries_of(seed: int, late: Sequence[int]) -> Iterator[Try]:
+    """Those that wait, and every rule."""
+    for optimizer in RATES:
+        yield Try(optimizer=optimizer, seed=seed)
+        for late_steps, (overlap, blend) in itertools.product(late, RULES):
+            waits = Try(optimizer=optimizer, seed=seed)
+            yield replace(waits, late_steps=late_steps, overlap=overlap, blend=blend)
+
+
 def main() -> None:
     """Runs what is missing, seed by seed, and prints the table."""
     parser = parser_of(__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--late", type=int, nargs="+", default=[3, 15, 28])
+    parser.add_argument("--by-nodes", action="store_true", help="two nodes and four, longer runs")
     parser.add_argument("--report", action="store_true", help="print what is there, run nothing")
     add_results(parser, RESULTS)
     chosen = parser.parse_args()
@@ -93,23 +160,13 @@ def main() -> None:
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
     known = {asked_by(Try, row): float(row["loss"]) for row in read_rows(chosen.results)}
     results = Rows(chosen.results)
-    for seed, optimizer in itertools.product(chosen.seeds, RATES):
-        tries = [Try(optimizer=optimizer, seed=seed)]
-        for late_steps, (overlap, blend) in itertools.product(chosen.late, RULES):
-            tries.append(
-                Try(
-                    optimizer=optimizer,
-                    late_steps=late_steps,
-                    overlap=overlap,
-                    blend=blend,
-                    seed=seed,
-                )
-            )
-        for each in tries:
-            if each not in known and not chosen.report:
+    for seed in [] if chosen.report else chosen.seeds:
+        by_nodes = (replace(each, blend=blend, seed=seed) for each in BY_NODES for blend in BLENDS)
+        for each in by_nodes if chosen.by_nodes else tries_of(seed, chosen.late):
+            if each not in known:
                 known[each] = run(each)
                 results.add(asdict(each) | {"loss": known[each]})
-    print(report(known))
+    print(report_by_nodes(known) if chosen.by_nodes else report(known))
 
 
 if __name__ == "__main__":

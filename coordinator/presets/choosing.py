@@ -55,6 +55,11 @@ BLENDS = "adamw"
 step is then Nesterov's: exchanging every 4 to 10 of 1,200 inner steps, AdamW ended 0 to 2 % lower so, and
 Muon 0.4 and 0.6 % higher (benchmarks.learning.intervals)."""
 
+FEW_NODES, MOST_MOMENTUM = 2, 0.6
+"""Up to so many hold on to half of their own weights where they take late results over. Four that held on to
+nothing ended 1.1 to 2.7 % lower where results were late by less than half of the interval, by outer momenta
+up to this one: what they hold on to keeps them apart (benchmarks.learning.overlap --by-nodes)."""
+
 MERGES_BY_MOMENTUM = ("centred-clipping", "trust")
 """Which sgd, without any, cannot have."""
 
@@ -172,13 +177,27 @@ class _Case:
         return self.setting.interval <= OFTEN_STEPS
 
     @property
+    def is_late(self) -> bool:
+        """Whether results come half of the interval late, or later."""
+        return 2 * self.taken.prediction.late_steps >= self.setting.interval
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether contributions hold all values."""
+        return self.setting.uplink not in SPARSE
+
+    @property
     def blends(self) -> bool:
         """Whether ranks move half of the way to results that are late, instead of by them: see BLENDS."""
         told = self.given.get(("exchange", "overlap"), "blend")
-        is_late = 2 * self.taken.prediction.late_steps >= self.setting.interval
-        may_blend = self.setting.has_overlap and told == "blend" and is_late
-        is_dense = self.setting.uplink not in SPARSE
-        return may_blend and self.is_often and is_dense and self.situation.inner_optimizer == BLENDS
+        may_blend = self.setting.has_overlap and told == "blend" and self.is_late
+        has_gained = self.situation.inner_optimizer == BLENDS and self.is_dense
+        return may_blend and self.is_often and has_gained
+
+    def holds_on(self, momentum: float) -> bool:
+        """Whether ranks hold on to half of their own weights where they take results over: see FEW_NODES."""
+        was_measured = self.is_dense and not self.is_late and momentum <= MOST_MOMENTUM
+        return self.situation.num_nodes <= FEW_NODES or not was_measured
 
     @property
     def goes_on_by_adamw(self) -> bool:
@@ -306,16 +325,19 @@ def _choices(case: _Case) -> Iterator[Choice]:
     if isinstance(told_rounds := given.get(("run", "rounds")), int):
         why_steps = reasons.of_rounds_given(setting, situation.total_steps, told_rounds)
     why_fragments = reasons.of_fragments(setting, prediction, case.whole.prediction.late_steps)
+    outer = _outer(case)
+    momentum = given.get(("outer", "momentum"), outer[-1][2])
+    assert isinstance(momentum, int | float)
     values: list[Told] = [
         ("run", "rounds", rounds, f"{reasons.counted(situation.total_steps, 'inner step')} in all"),
         ("inner", "steps", setting.steps, why_steps),
-        *_outer(case),
+        *outer,
         *_audits(setting),
         ("exchange", "uplink", setting.uplink, why_uplink),
         ("exchange", "downlink", setting.downlink, reasons.of_downlink(setting, situation)),
         *_owed(setting, situation, given),
         ("exchange", "fragments", setting.fragments, why_fragments),
-        *_overlap(case),
+        *_overlap(case, momentum),
         *_evaluation(setting, situation.total_steps, given),
     ]
     for table, key, value, reason in values:
@@ -404,16 +426,19 @@ def _audits(setting: Setting) -> list[Told]:
     return [("outer", "audit", setting.audit, why)]
 
 
-def _overlap(case: _Case) -> list[Told]:
+def _overlap(case: _Case, momentum: float) -> list[Told]:
     plain = case.waiting.prediction
     if not case.setting.has_overlap:
         why = f"waiting leaves {100 * plain.utilisation:.1f} % of the time for inner steps"
         return [("exchange", "overlap", "none", why)]
     waited = f"waiting would leave {100 * plain.utilisation:.0f} % for inner steps"
     why = reasons.BLENDED if case.blends else "late results cost least so"
+    share = 0.5
+    if not case.holds_on(momentum):
+        share, why = 0.0, reasons.WHOLLY_TAKEN
     return [
         ("exchange", "overlap", "blend" if case.blends else "keep", waited),
-        ("exchange", "blend", 0.5, why),
+        ("exchange", "blend", share, why),
     ]
 
 

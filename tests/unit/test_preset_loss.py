@@ -20,6 +20,7 @@ from tests.unit.preset_scene import (
     why,
 )
 
+EVERY_TWENTY: Given = {("exchange", "fragments"): 2, ("inner", "steps"): 10}
 SHORT = replace(situation_of("125m", 100), total_steps=1600)
 
 
@@ -271,3 +272,30 @@ def test_the_reason_of_an_interval_says_what_it_costs() -> None:
     assert of_steps(whole(1, 1), 1, seldom=1.4, oftener="").endswith(
         "cost a tenth or more of the loss"
     )
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_more_than_two_nodes_take_wholly_over_what_is_little_late(optimizer: str) -> None:
+    two, four = (
+        chosen(replace(RACES[50], num_nodes=number).situation(optimizer), EVERY_TWENTY)
+        for number in (2, 4)
+    )
+    assert 0 < 2 * four.prediction.late_steps < four.setting.interval
+    assert (two.overlap, four.overlap) == ("keep", "keep")
+    assert (value(two, "exchange.blend"), value(four, "exchange.blend")) == (0.5, 0.0)
+    assert "four nodes" in why(four, "blend")
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {("exchange", "fragments"): 1, ("inner", "steps"): 12},
+        EVERY_TWENTY | {("outer", "momentum"): 0.9},
+        EVERY_TWENTY | {("exchange", "uplink"): "topk64", ("exchange", "downlink"): "topk256"},
+    ],
+    ids=["late by half of the interval", "by more momentum than was tried", "sparse"],
+)
+def test_four_nodes_hold_on_to_half_where_nothing_else_was_measured(given: Given) -> None:
+    plan = chosen(replace(RACES[50], num_nodes=4).situation("muon"), given)
+    assert plan.setting.has_overlap
+    assert value(plan, "exchange.blend") == 0.5
