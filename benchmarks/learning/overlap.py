@@ -57,16 +57,22 @@ BY_NODES = tuple(
         late_steps=late_steps,
         overlap="keep",
         num_nodes=num_nodes,
-        fragments=2,
+        fragments=fragments,
         steps=steps,
         total_steps=1200,
-        rate=rate,
+        rate={"muon": 1.1e-2, "adamw": 9e-3}[optimizer],
     )
-    for num_nodes in (2, 4)
-    for optimizer, rate in (("muon", 1.1e-2), ("adamw", 9e-3))
-    for steps, late_steps in ((10, 5), (12, 10))
+    for num_nodes, optimizer, fragments, steps, late_steps in (
+        (2, "muon", 2, 10, 5),
+        (2, "adamw", 2, 10, 5),
+        (2, "muon", 1, 20, 15),
+        (4, "muon", 2, 10, 5),
+        (4, "adamw", 2, 10, 5),
+        (4, "muon", 2, 12, 10),
+        (4, "adamw", 2, 12, 10),
+    )
 )
-"""As presets have it where the model in fp32 takes 50 inner steps of the link, and twice as late."""
+"""The first as presets have it where the model in fp32 takes 50 inner steps of the link; then later ones."""
 
 
 def run(tried: Try) -> float:

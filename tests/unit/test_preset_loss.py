@@ -290,8 +290,8 @@ def test_more_than_two_nodes_take_wholly_over_what_is_little_late(optimizer: str
     "given",
     [
         {("exchange", "fragments"): 1, ("inner", "steps"): 12},
-        EVERY_TWENTY | {("outer", "momentum"): 0.9},
-        EVERY_TWENTY | {("exchange", "uplink"): "topk64", ("exchange", "downlink"): "topk256"},
+        {**EVERY_TWENTY, ("outer", "momentum"): 0.9},
+        {**EVERY_TWENTY, ("exchange", "uplink"): "topk64", ("exchange", "downlink"): "topk256"},
     ],
     ids=["late by half of the interval", "by more momentum than was tried", "sparse"],
 )
