@@ -57,7 +57,7 @@ Muon 0.4 and 0.6 % higher (benchmarks.learning.intervals)."""
 
 FEW_NODES, MOST_MOMENTUM = 2, 0.6
 """Up to so many hold on to half of their own weights where they take late results over. Four that held on to
-nothing ended 1.1 to 2.7 % lower where results were late by less than half of the interval, by outer momenta
+nothing ended 0.2 to 2.7 % lower where results were late by less than half of the interval, by outer momenta
 up to this one: what they hold on to keeps them apart (benchmarks.learning.overlap --by-nodes)."""
 
 MERGES_BY_MOMENTUM = ("centred-clipping", "trust")

@@ -9,7 +9,7 @@ from coordinator.presets.loss import LEAST_FOR_SPARSE, SPARSE, results_hold_all
 OFTEN = "the plain mean: in exchanges as frequent as these, momentum ended higher"
 WEIGHTS = "from given weights, at a low rate, the plain mean ended 2.5 to 3.8 % higher"
 BLENDED = "AdamW with late results from frequent exchanges ended up to 2 % lower so"
-WHOLLY_TAKEN = "four nodes that took results over wholly ended 1.1 to 2.7 % lower than by half"
+WHOLLY_TAKEN = "four nodes that took results over wholly ended 0.2 to 2.7 % lower than by half"
 MORE_MOMENTUM_FOR_SPARSE = "in 304 exchanges top-k ended 0.5 % lower with it than with 0.3"
 NO_MOMENTUM = "sgd has none"
 SPARSE_RATE = "top-k with error feedback wants no momentum"

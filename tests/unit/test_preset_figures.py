@@ -17,7 +17,8 @@ from benchmarks.exchange.shares import (
     predictions_in_words,
     share_in_words,
 )
-from benchmarks.learning import given_weights, intervals
+from benchmarks.learning import given_weights, intervals, overlap
+from benchmarks.measurement import asked_by, read_rows
 from benchmarks.presets import situation_of
 from benchmarks.race import RATES, known_in, report
 from coordinator.presets import costly, loss, reasons
@@ -539,3 +540,17 @@ def test_what_presets_expect_of_seldom_and_late_exchanges_is_fitted_to_runs(opti
     assert fit.num_runs > 20 and fit.spread < 0.01, "seeds differ by as much"
     assert abs(loss.SELDOM[optimizer] / fit.seldom - 1) < 0.1
     assert abs(loss.LATE[optimizer] / fit.late - 1) < 0.1
+
+
+def test_four_nodes_ended_lower_by_what_is_said_where_they_held_on_to_nothing() -> None:
+    known = {
+        asked_by(overlap.Try, row): row["loss"] for row in read_rows(RESULTS / "overlap.jsonl")
+    }
+    lower_by = [
+        100 * (1 - loss / known[held_on])
+        for each, loss in known.items()
+        if each.num_nodes == 4 and each.blend == 0
+        if (held_on := replace(each, blend=0.5)) in known
+    ]
+    assert len(lower_by) >= 5 and all(value > 0 for value in lower_by)
+    assert f"{min(lower_by):.1f} to {max(lower_by):.1f} % lower" in reasons.WHOLLY_TAKEN
