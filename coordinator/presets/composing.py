@@ -387,7 +387,7 @@ def _share_of_data(spec: RunSpec, facts: Facts) -> str:
             next_step="give more text, or hold more of it out when tokens are made ('atoll data prepare "
             "--held-out 0.1'), or ask for shorter samples: --context",
         )
-    return _times_the_data(spec, samples, learned=num_tokens)
+    return _times_the_data(spec, samples, learned=min(num_tokens, samples * spec.model.context))
 
 
 def _times_the_data(spec: RunSpec, num_samples: int, *, learned: int) -> str:

@@ -436,20 +436,25 @@ async def knocked(
     tells what it likes. Of a name it is the address that answers: resolved again it might be another one.
     """
     names = asyncio.Semaphore(_NAMES_AT_ONCE)
+    # One end for all: no name is asked for in the place of one that was given up a moment before.
+    until = asyncio.get_running_loop().time() + seconds
     knocks = [
-        asyncio.ensure_future(_knock(multiaddr, here, seconds, names)) for multiaddr in multiaddrs
+        asyncio.ensure_future(_knock(multiaddr, here, until, names)) for multiaddr in multiaddrs
     ]
+    late = f"no answer within {seconds:g} s"
     try:
         for knock in asyncio.as_completed(knocks):
-            yield await knock
+            multiaddr, why_not = await knock
+            yield multiaddr, late if why_not is None else why_not
     finally:
         for each in knocks:
             each.cancel()
 
 
 async def _knock(
-    multiaddr: str, here: Collection[str], seconds: float, names: asyncio.Semaphore
-) -> tuple[str, str]:
+    multiaddr: str, here: Collection[str], until: float, names: asyncio.Semaphore
+) -> tuple[str, str | None]:
+    """As above; None where there was no answer in time."""
     place = host_and_port(multiaddr)
     if place is None:
         return multiaddr, "no address of TCP"
@@ -457,7 +462,7 @@ async def _knock(
     if why_not := why_not_dialled(host, here):
         return multiaddr, why_not
     try:
-        async with asyncio.timeout(seconds):
+        async with asyncio.timeout_at(until):
             async with names:
                 hosts = await looked_up(host, port, family=_FAMILIES[multiaddr.split("/")[1]])
             reasons = [why_not_dialled(each, here) for each in hosts]
@@ -469,7 +474,7 @@ async def _knock(
             drop(writer)
             return f"/ip{6 if ':' in each else 4}/{each}/tcp/{port}", ""
     except TimeoutError:
-        return multiaddr, f"no answer within {seconds:g} s"
+        return multiaddr, None
     except OSError as error:
         # None for several addresses of one name, below zero for no such name.
         code = error.errno or 0
