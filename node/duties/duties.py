@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from node.disk.history import KeptRulings
+from node.duties.draining import Drain
 from node.duties.lasting_island import LastingIsland
 from node.duties.measuring import Measuring
 from node.duties.work import (
@@ -43,7 +44,6 @@ from protocol.run.run_spec import RunSpec
 from protocol.trust.rulings import Ruling, in_words
 from protocol.wire.messages import (
     Applied,
-    Draining,
     EvaluationAsked,
     ParticipantsIdle,
     RefetchAsked,
@@ -58,12 +58,6 @@ if TYPE_CHECKING:
     from protocol.wire.vitals import Utilisation
 
 log = structlog.get_logger()
-
-ANSWER_SECONDS = 5.0
-"""For the coordinator to hear that a helper leaves."""
-
-ON_ITS_WAY_SECONDS = 1.0
-"""A plan comes by the stream of messages, and may be overtaken by an answer."""
 
 REFETCH_PAUSE_SECONDS = 2.0
 """Before peers are asked a second time for a state that nobody supplied; later pauses are longer."""
@@ -91,10 +85,7 @@ class Duties:
         self.progress: Progress | None = None
         self.utilisation: Utilisation | None = None  # of the round that ended last
         self.last_planned_round = 0
-        self.is_draining = False
         self._planned_base: Digest | None = None  # of the last planned round
-        self._asked_round = 0  # whose plan asks us to reduce alone, and waits for its turn here
-        self._awaited: asyncio.Task[None] | None = None  # such a plan, while a helper leaves
         self._doing = "starting"
         self._node_id = node_id
         self._context = spec.model.context
@@ -128,6 +119,7 @@ class Duties:
         self._patience = patience
         self._rulings = rulings
         self._spec = spec
+        self._drain = Drain(session, on_over=lambda: self.put(PlansOver()))
         self.saves = Saves(exchange)
         self.end = RunEnd()
 
@@ -143,10 +135,10 @@ class Duties:
         """Adds something to be done after all that was added before. The end of the run limits that too."""
         if (
             isinstance(work, PlanReceived)
-            and (not self.is_draining or self._awaits_plan)
+            and not self._drain.has_refused
             and self._only_reduces(work.plan)
         ):
-            self._asked_round = work.plan.round
+            self._drain.asked_round = work.plan.round
         self._work.put_nowait(work)
         if isinstance(work, RunFinished):
             self.end.hear(work)
@@ -198,32 +190,23 @@ class Duties:
 
         A node that trains would only come to such a round to leave it.
         """
-        is_asked = self._asked_round > self._outer.round
-        return self.is_round_in_flight or is_asked or self._awaits_plan
-
-    @property
-    def _awaits_plan(self) -> bool:
-        return self._awaited is not None and not self._awaited.done()
+        return self.is_round_in_flight or self._drain.counts_on_us(self._outer.round)
 
     @property
     def is_round_in_flight(self) -> bool:
         """Whether this node takes part in a round that it has not applied yet."""
         return self.last_planned_round > self._outer.round
 
+    @property
+    def is_draining(self) -> bool:
+        """Whether this node leaves."""
+        return self._drain.is_begun
+
     def drain(self) -> None:
         """Ends the round in flight with what is trained of it, and begins nothing new."""
-        self.is_draining = True
-        round = max(self.last_planned_round, self._asked_round, self._outer.round)
-        self._session.report(round, Draining())
+        round = max(self.last_planned_round, self._outer.round)
+        self._drain.begin(round, has_to_finish=self.has_to_finish)
         self._island.halt()
-        if not self.has_to_finish:
-            self._awaited = asyncio.create_task(self._await_plan(), name="a plan on its way")
-
-    async def _await_plan(self) -> None:
-        """Once the coordinator has answered, no further plan counts on this node; one may be on its way."""
-        await self._session.flush(timeout_seconds=ANSWER_SECONDS)
-        await asyncio.sleep(ON_ITS_WAY_SECONDS)
-        asyncio.get_running_loop().call_soon(self.put, PlansOver())  # when this task is done
 
     def how_drained(self) -> str:
         """How far a drain has come, in words."""
@@ -248,8 +231,7 @@ class Duties:
             await self.saves.done()
             raise incomplete(self.end.missed, self._outer.round) from None
         finally:
-            if self._awaited is not None:
-                self._awaited.cancel()
+            self._drain.cancel()
             self._ahead.cancel()
             await self._measuring.end()
 
@@ -269,13 +251,13 @@ class Duties:
                 case EvaluationAsked() | SpotCheckReady() if self.is_draining:
                     pass
                 case PlanReceived(plan=plan) if (
-                    self.is_draining and plan.round != self._asked_round
+                    self.is_draining and plan.round != self._drain.asked_round
                 ):
                     pass
                 case PlanReceived() as received:
                     await self._take_part(received)
-                    if received.plan.round == self._asked_round:
-                        self._asked_round = 0
+                    if received.plan.round == self._drain.asked_round:
+                        self._drain.asked_round = 0
                 case RoundCommitted(commit=commit):
                     await self._apply(commit)
                 case EvaluationAsked() as wanted:
