@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from benchmarks.convergence.settings import BASE, DATA_PARALLEL, codecs, outer
+from coordinator.presets.choosing import SOME_EXCHANGES
 from lab.simulation.plain_calls import Setting
 
 FRONTIER_STEPS = 1600
@@ -136,15 +137,40 @@ def _all_that_arrived(steps: int, *, of: int, momentum: float = LITTLE_MOMENTUM)
 
 
 def muon_part() -> list[Setting]:
-    """The frontier's run with Muon on matrices: nodes and data parallelism at the rate best for both."""
-    muon = {"optimizer": "muon", "muon_learning_rate": 2.4e-2}
-    base = FRONTIER.changed("Muon", inner=muon, **codecs("int4", "int4"))
+    """The frontier's run with Muon on matrices. Data parallelism has the better of two rates of Muon's."""
+    alone, swarm = _by_muon(FRONTIER_STEPS, 32, "int4", 2.4e-2), (2.4e-2, 1.2e-2)
+    return [
+        alone.changed(DATA_PARALLEL),
+        _by_muon(FRONTIER_STEPS, 32, "int4", 1.2e-2).changed(f"{DATA_PARALLEL}, at 0.012"),
+        *(_by_muon(FRONTIER_STEPS, steps, "int4", 2.4e-2) for steps in (32, 80)),
+        *(_by_muon(FRONTIER_STEPS, 34, "ec2", rate) for rate in swarm),
+        *(_by_muon(FRONTIER_STEPS, 145, "ec2", rate) for rate in swarm),
+    ]
 
-    def exchanged(steps: int) -> Setting:
-        rounds = FRONTIER_STEPS // steps
-        return base.changed(f"int4, H = {steps}", run={"rounds": rounds}, inner={"steps": steps})
 
-    return [exchanged(32).changed(DATA_PARALLEL), exchanged(32), exchanged(80)]
+def long_muon_part() -> list[Setting]:
+    """The same in four times as many steps."""
+    rates = (1.2e-2, 6e-3)
+    alone = [_by_muon(LONG_STEPS, 34, "ec2", rate) for rate in rates]
+    names = (DATA_PARALLEL, f"{DATA_PARALLEL}, at {rates[1]}")
+    return [
+        *(setting.changed(name) for setting, name in zip(alone, names, strict=True)),
+        *(_by_muon(LONG_STEPS, steps, "ec2", rate) for steps in (34, 136) for rate in rates),
+    ]
+
+
+def _by_muon(total_steps: int, steps: int, codec: str, rate: float) -> Setting:
+    """One that exchanges every so many inner steps, at a rate of Muon's; few exchanges want less momentum."""
+    best = 2.4e-2 if total_steps == FRONTIER_STEPS else 1.2e-2
+    name = f"{codec}, H = {steps}" if rate == best else f"{codec}, H = {steps}, at {rate}"
+    setting = FRONTIER.changed(
+        name,
+        run={"rounds": total_steps // steps},
+        inner={"optimizer": "muon", "muon_learning_rate": rate, "steps": steps},
+        **codecs(codec, codec),
+    )
+    is_seldom = total_steps // steps < SOME_EXCHANGES and codec == "ec2"
+    return setting.changed(name, outer={"momentum": 0.3}) if is_seldom else setting
 
 
 FRAGMENTS_STEPS = 960

@@ -12,6 +12,7 @@ import numpy as np
 from benchmarks.convergence.long import (
     fragments_part,
     frontier_part,
+    long_muon_part,
     long_part,
     muon_part,
     tuning_part,
@@ -202,6 +203,7 @@ PARTS: dict[str, Callable[[], list[Setting]]] = {
     "long": long_part,
     "tuning": tuning_part,
     "muon": muon_part,
+    "long-muon": long_muon_part,
     "fragments": fragments_part,
 }
 
