@@ -15,10 +15,11 @@ from typing import Any, cast
 
 import structlog
 
-from coordinator.driver import Driver, Session
+from coordinator.driver import Driver
 from coordinator.invite_rows import EnrolledMember
 from coordinator.journal import log_copy
 from coordinator.services import checks
+from coordinator.services.accusations import Accusations
 from coordinator.services.answering import (
     ATTACHES_A_SECOND,
     MOST_ATTACHES,
@@ -41,8 +42,6 @@ from coordinator.swarm.events import (
     Detached,
     HeartbeatSeen,
     HistoryTold,
-    LeftOutProven,
-    RefusalSeen,
     Reported,
     ReportedTogether,
 )
@@ -54,9 +53,7 @@ from coordinator.swarm.turn import name_of, names_with_other_data, present_membe
 from protocol.errors import AtollError, BadDataError, CopyAttachedError, ProtocolMismatchError
 from protocol.run.amendments import in_force
 from protocol.run.run_spec import RunSpec
-from protocol.trust.evidence import equivocation_in, of_equivocation, of_omission
 from protocol.trust.pki import Role
-from protocol.trust.receipts import Receipt, omission_in
 from protocol.trust.rulings import MOST_RULINGS, digest_of, rulings_from_wire
 from protocol.trust.signing import CommitSigner, statement_of
 from protocol.v1 import round_pb2
@@ -149,6 +146,7 @@ class SessionDesk:
         self._run = run
         self._signer = signer
         self._rulings = rulings or Rulings(driver, run, signer)
+        self._accusations = Accusations(driver, self._rulings)
         self._sent = SentMessages(signer)
         self._attaches = CallRates(
             driver.clock.now,
@@ -279,7 +277,7 @@ class SessionDesk:
         left_out = [one.report for one in told if isinstance(one.report, LeftOutSeen)]
         refused = [one.report for one in told if isinstance(one.report, ResultRefused)]
         for shown in left_out[:MOST_PROOFS]:  # before a report that may end the round
-            await self._heed_left_out(shown, of=node_id, session=session)
+            await self._accusations.heed_left_out(shown, of=node_id, session=session)
         # A copy that is restored plans rounds anew, and nodes repeat what they told of the plan before.
         reports = tuple(
             one
@@ -295,74 +293,14 @@ class SessionDesk:
         if reports:
             await self._driver.apply(ReportedTogether(reports=reports), session=session)
         for refusal in refused[:MOST_PROOFS]:
-            await self._heed_refusal(refusal, of=node_id, session=session)
+            await self._accusations.heed_refusal(refusal, of=node_id, session=session)
         for proof in proofs[:MOST_PROOFS]:
-            await self._heed(proof, of=node_id)
+            await self._accusations.heed_equivocation(proof, of=node_id)
         self._telemetry.heard(node_id, now=self._driver.clock.now())
         return pb.ReportResponse()
 
-    async def _heed(self, proof: EquivocationSeen, *, of: NodeId) -> None:
-        """Expels the member that a proof is of. One that proves nothing does nothing, and is logged."""
-        run_digest = self._driver.state.run_digest
-        try:
-            found = equivocation_in(proof.one, proof.other, run_digest=run_digest)
-        except BadDataError as error:
-            _log.warning("an accusation proves nothing", by=self._called(of), why=error.what)
-            return
-        evidence = of_equivocation(proof.one, proof.other)
-        is_member = found.node_id in self._driver.state.members
-        if is_member and await self._rulings.expel_for(found, evidence):
-            _log.warning(
-                "member expelled",
-                node=self._called(found.node_id),
-                why=found.reason,
-                shown_by=self._called(of),
-            )
-
     def _called(self, node_id: NodeId) -> str:
         return name_of(self._driver.state, node_id)
-
-    async def _heed_left_out(self, shown: LeftOutSeen, *, of: NodeId, session: Session) -> None:
-        """Has the reducer convicted that a receipt proves a lie of; others do nothing, and are logged.
-
-        What a receipt is held against is known until its round is settled, which waits for all who are here.
-        """
-        state = self._driver.state
-        try:
-            receipt = Receipt.decode(shown.receipt)
-            told = _report_on(state.open_round, receipt)
-            omission = omission_in(shown.receipt, told, run_digest=state.run_digest)
-        except BadDataError as error:
-            _log.warning("an accusation proves nothing", by=self._called(of), why=error.what)
-            return
-        _log.warning(
-            "a reducer has left out what it gave a receipt for",
-            round=omission.round,
-            slice=omission.slice_index,
-            reducer=self._called(omission.reducer_id),
-            contributor=self._called(omission.contributor_id),
-        )
-        proven = LeftOutProven(omission=omission, evidence=of_omission(shown.receipt, told))
-        await self._driver.apply(proven, session=session)
-
-    async def _heed_refusal(self, told: ResultRefused, *, of: NodeId, session: Session) -> None:
-        """Takes in that a member cannot decode a result. Of one that nobody has signed nothing follows."""
-        try:
-            result = checks.refused_result(told)
-        except BadDataError as error:
-            _log.warning("an accusation proves nothing", by=self._called(of), why=error.what)
-            return
-        was_known = _has_refused(self._driver.state.open_round, told, of)
-        seen = RefusalSeen(node_id=of, refused=told, result=result)
-        await self._driver.apply(seen, session=session)
-        if not was_known and _has_refused(self._driver.state.open_round, told, of):
-            _log.warning(
-                "a result does not decode, says a member",
-                round=result.round,
-                slice=result.slice_index,
-                reducer=self._called(result.sender_id),
-                by=self._called(of),
-            )
 
     async def submit_commits(
         self, node_id: NodeId, request: pb.SubmitCommitsRequest
@@ -479,26 +417,6 @@ def _reported(
     if isinstance(report, Finding):
         checks.finding(report, node_id=node_id, round=number, run_digest=run_digest)
     return Reported(node_id=node_id, round=number, report=report)
-
-
-def _report_on(current: Round | None, receipt: Receipt) -> Reduced:
-    """What the reducer of a receipt's slice has reported. Raises BadDataError where that is not known."""
-    if current is not None and current.number == receipt.round:
-        for progress in current.slices:
-            if progress.slice.index == receipt.slice_index and progress.reduced is not None:
-                return progress.reduced
-    raise BadDataError(
-        f"no report on slice {receipt.slice_index} of round {receipt.round} is known here any more"
-    )
-
-
-def _has_refused(current: Round | None, told: ResultRefused, node_id: NodeId) -> bool:
-    """Whether it is known of the open round: who says it again and again fills no log."""
-    return current is not None and any(
-        (refusal.node_id, refusal.refused.digest) == (node_id, told.digest)
-        for progress in current.slices[told.slice_index : told.slice_index + 1]
-        for refusal in progress.refusals
-    )
 
 
 def _is_of_another_plan(header: bytes, current: Round) -> bool:
