@@ -1,6 +1,6 @@
 """What late results cost in held-out loss, by how ranks take them over.
 
-    python -m benchmarks.learning.overlap [--seeds 0 1 2] [--late 3 15 28] [--by-nodes] [--report]
+    python -m benchmarks.learning.overlap [--seeds 0 1 2] [--late 3 15 28] [--by-nodes | --often] [--report]
         [--results docs/results/overlap.jsonl]
 
 Two nodes train a byte language model of 0.1 million parameters by plain calls (lab.simulation.plain_calls):
@@ -9,7 +9,7 @@ inner steps late, by each rule of [exchange] overlap and blend, and are compared
 of the same seed that waits for them. What is in the file of results is not run again.
 
 With `--by-nodes` two nodes and four train 1,200 inner steps in two fragments, and `blend` 0 is compared with
-0.5.
+0.5. With `--often` four nodes exchange more often, and the plain mean is compared with Nesterov's 0.7, 0.6.
 """
 
 import itertools
@@ -74,6 +74,15 @@ BY_NODES = tuple(
 )
 """The first as presets have it where the model in fp32 takes 50 inner steps of the link; then later ones."""
 
+PLAIN, NESTEROV = (1.0, 0.0), (0.7, 0.6)
+OFTEN = tuple(
+    replace(
+        BY_NODES[3 if optimizer == "muon" else 4], blend=0.0, steps=steps, late_steps=late_steps
+    )
+    for steps, late_steps in ((3, 2), (4, 3), (6, 5))
+    for optimizer in ("adamw", "muon")
+)
+
 
 def run(tried: Try) -> float:
     """The held-out loss at the end, in nats per byte."""
@@ -126,22 +135,39 @@ def report_by_nodes(known: dict[Try, float]) -> str:
     """A table: what each blend ended at, and how much lower without than with one, seed by seed."""
     rows: list[list[str]] = []
     for each in BY_NODES:
-        without, with_one = (
-            {t.seed: loss for t, loss in known.items() if replace(t, seed=0) == tried}
-            for tried in (replace(each, blend=blend) for blend in BLENDS)
-        )
-        if not (both := sorted(without.keys() & with_one.keys())):
-            continue
-        more = [100 * (without[seed] / with_one[seed] - 1) for seed in both]
-        rows.append(
-            [
-                f"{each.num_nodes}, {each.optimizer}, {each.late_steps} of {each.fragments * each.steps}",
-                *(f"{statistics.mean(f[seed] for seed in both):.4f}" for f in (with_one, without)),
-                f"{statistics.mean(more):+.1f} % ({', '.join(f'{value:+.1f}' for value in more)})",
-            ]
-        )
+        without, with_one = (_by_seed(known, replace(each, blend=blend)) for blend in BLENDS)
+        if both := sorted(without.keys() & with_one.keys()):
+            late = f"{each.late_steps} of {each.fragments * each.steps}"
+            what = f"{each.num_nodes}, {each.optimizer}, {late}"
+            rows.append([what, *_compared(with_one, without, both)])
     blends = (f"`blend = {blend:g}`" for blend in reversed(BLENDS))
     return markdown(("nodes, inner optimizer, steps late", *blends, "difference"), rows)
+
+
+def report_often(known: dict[Try, float]) -> str:
+    """A table: what each outer step ended at, and how much higher Nesterov's did, seed by seed."""
+    rows: list[list[str]] = []
+    for each in OFTEN:
+        plain, nesterov = (
+            _by_seed(known, replace(each, outer=outer)) for outer in (PLAIN, NESTEROV)
+        )
+        if both := sorted(plain.keys() & nesterov.keys()):
+            interval = each.fragments * each.steps
+            rows.append([str(interval), each.optimizer, *_compared(plain, nesterov, both)])
+    return markdown(("every", "inner optimizer", "plain mean", "0.7, 0.6", "difference"), rows)
+
+
+def _by_seed(known: dict[Try, float], tried: Try) -> dict[int, float]:
+    return {each.seed: loss for each, loss in known.items() if replace(each, seed=0) == tried}
+
+
+def _compared(first: dict[int, float], then: dict[int, float], seeds: list[int]) -> list[str]:
+    """Both means, and by how much the second ended higher."""
+    more = [100 * (then[seed] / first[seed] - 1) for seed in seeds]
+    return [
+        *(f"{statistics.mean(losses[seed] for seed in seeds):.4f}" for losses in (first, then)),
+        f"{statistics.mean(more):+.1f} % ({', '.join(f'{value:+.1f}' for value in more)})",
+    ]
 
 
 def tries_of(seed: int, late: Sequence[int]) -> Iterator[Try]:
@@ -158,7 +184,9 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--late", type=int, nargs="+", default=[3, 15, 28])
-    parser.add_argument("--by-nodes", action="store_true", help="two nodes and four, longer runs")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--by-nodes", action="store_true", help="two nodes and four, longer runs")
+    which.add_argument("--often", action="store_true", help="four nodes, two outer steps")
     parser.add_argument("--report", action="store_true", help="print what is there, run nothing")
     add_results(parser, RESULTS)
     chosen = parser.parse_args()
@@ -167,12 +195,18 @@ def main() -> None:
     known = {asked_by(Try, row): float(row["loss"]) for row in read_rows(chosen.results)}
     results = Rows(chosen.results)
     for seed in [] if chosen.report else chosen.seeds:
-        by_nodes = (replace(each, blend=blend, seed=seed) for each in BY_NODES for blend in BLENDS)
-        for each in by_nodes if chosen.by_nodes else tries_of(seed, chosen.late):
+        if chosen.by_nodes:
+            tries = [replace(each, blend=blend, seed=seed) for each in BY_NODES for blend in BLENDS]
+        elif chosen.often:
+            outers = (PLAIN, NESTEROV)
+            tries = [replace(each, outer=outer, seed=seed) for each in OFTEN for outer in outers]
+        else:
+            tries = list(tries_of(seed, chosen.late))
+        for each in tries:
             if each not in known:
                 known[each] = run(each)
                 results.add(asdict(each) | {"loss": known[each]})
-    print(report_by_nodes(known) if chosen.by_nodes else report(known))
+    print((report_by_nodes if chosen.by_nodes else report_often if chosen.often else report)(known))
 
 
 if __name__ == "__main__":

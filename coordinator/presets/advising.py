@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from coordinator.presets.choosing import NEAR, OFTEN_STEPS, Found, best_of, found
+from coordinator.presets.choosing import NEAR, Found, best_of, found, often_steps
 from coordinator.presets.cost import CODEC_COSTS, Setting, Situation, exchange_bytes_per_second
 from coordinator.presets.loss import SPARSE, Given, settings_of
 from coordinator.presets.reasons import counted
@@ -160,8 +160,9 @@ def advice_for(
     every = [found(each, situation, given) for each in settings_of(situation, given)]
     every = [each for each in every if _fits(each, spec)]
     has_momentum = spec.outer.optimizer == "nesterov" and spec.outer.momentum > 0
-    may_often = not has_momentum or now.setting.interval <= OFTEN_STEPS
-    may = [each for each in every if may_often or each.setting.interval > OFTEN_STEPS]
+    often = often_steps(num_nodes)
+    may_often = not has_momentum or now.setting.interval <= often
+    may = [each for each in every if may_often or each.setting.interval > often]
     least, least_of_all = (min(each.loss for each in [now, *some]) for some in (may, every))
     better = now if least > now.loss - NEAR else best_of(may)
     return Advice(

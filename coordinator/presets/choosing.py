@@ -46,9 +46,10 @@ HEADERS = 0.01
 NEAR = 0.002
 """So much of the loss more is hardly more: seeds differ by five times that."""
 
-OFTEN_STEPS = 12
+OFTEN_STEPS, OFTEN_STEPS_OF_MORE = 12, 6
 """Exchanged every so many inner steps or fewer, the plain mean is best: in 600 exchanges, every two steps,
-Nesterov's 0.7, 0.6 ended 2 to 5 % higher (benchmarks.learning.intervals)."""
+Nesterov's 0.7, 0.6 ended 2 to 5 % higher (benchmarks.learning.intervals). The second number is of more nodes
+than FEW_NODES."""
 
 BLENDS = "adamw"
 """Whose results are better blended where they are late by half of a short interval or more, and the outer
@@ -69,6 +70,11 @@ best here; in 50, 0.5 to 0.8 ended alike (benchmarks.convergence, "outer" and "t
 
 MANY_SPARSE_EXCHANGES = 300
 """From so many on 0.5 for top-k whose results hold all; in 80, 0.3 was best ("long" and "tuning")."""
+
+
+def often_steps(num_nodes: int) -> int:
+    """Up to so many inner steps from one exchange to the next the plain mean is best."""
+    return OFTEN_STEPS if num_nodes <= FEW_NODES else OFTEN_STEPS_OF_MORE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,7 +180,7 @@ class _Case:
     @property
     def is_often(self) -> bool:
         """Whether each parameter is exchanged so often that momentum has little to do."""
-        return self.setting.interval <= OFTEN_STEPS
+        return self.setting.interval <= often_steps(self.situation.num_nodes)
 
     @property
     def is_late(self) -> bool:
@@ -378,13 +384,17 @@ def _outer(case: _Case) -> list[Told]:
         momentum, why = 0.6, reasons.BLENDED
     elif case.is_often:
         momentum, why = 0.3, reasons.OFTEN
-    elif case.taken.exchanges >= MANY_EXCHANGES:
-        rate, why_rate = 0.6 if nodes < 8 else 0.8, f"usual for {nodes} nodes with momentum 0.9"
-        momentum, why = 0.9, f"{often}: many enough for the published one"
-    elif case.taken.exchanges >= SOME_EXCHANGES:
+    elif case.taken.exchanges < SOME_EXCHANGES:
+        momentum, why = 0.3, f"{often}: more would overshoot"
+    elif (
+        setting.interval <= OFTEN_STEPS
+    ):  # for so few nodes that the plain mean is best it is often
+        momentum, why = 0.6, reasons.OFTEN_BY_MORE
+    elif case.taken.exchanges < MANY_EXCHANGES:
         momentum, why = 0.6, f"{often}: 0.9 wants a thousand"
     else:
-        momentum, why = 0.3, f"{often}: more would overshoot"
+        rate, why_rate = 0.6 if nodes < 8 else 0.8, f"usual for {nodes} nodes with momentum 0.9"
+        momentum, why = 0.9, f"{often}: many enough for the published one"
     given_why = "momentum is given" if told else "the merge goes by it"
     why_optimizer = f"{given_why}, and sgd has none" if wants_momentum else "for dense codecs"
     return _outer_step("nesterov", rate, momentum, why_optimizer, why_rate, why)

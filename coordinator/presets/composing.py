@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coordinator.config import run_text
-from coordinator.presets.choosing import OFTEN_STEPS, Plan, chosen
+from coordinator.presets.choosing import FEW_NODES, Plan, chosen, often_steps
 from coordinator.presets.cost import CUBIC, Situation
 from coordinator.presets.reasons import NO_MOMENTUM, OFTEN
 from coordinator.presets.settling import Place, link_of, span_of, with_values
@@ -186,7 +186,8 @@ def new_run(wanted: Wanted, folder: Path) -> NewRun:
         values[("inner", "steps")] = (wanted.steps, "")
     goes_on_by_adamw = facts.has_loaded and values[("inner", "optimizer")][0] == "adamw"
     # With weights that are given momentum ends lower, however often is exchanged (reasons.WEIGHTS).
-    if wanted.steps is not None and wanted.steps <= OFTEN_STEPS and not goes_on_by_adamw:
+    often = often_steps(wanted.num_nodes or FEW_NODES)
+    if wanted.steps is not None and wanted.steps <= often and not goes_on_by_adamw:
         values |= {
             ("outer", "optimizer"): ("sgd", OFTEN),
             ("outer", "learning_rate"): (1.0, OFTEN),

@@ -6,7 +6,7 @@ is said, and of runs that are like the measured ones: with new weights, dense co
 
 from collections.abc import Iterator
 
-from coordinator.presets.choosing import BLENDS, MERGES_BY_MOMENTUM, OFTEN_STEPS, SOME_EXCHANGES
+from coordinator.presets.choosing import BLENDS, MERGES_BY_MOMENTUM, SOME_EXCHANGES, often_steps
 from coordinator.presets.loss import LEAST_EXCHANGES, SPARSE
 from coordinator.presets.reasons import counted, every
 from protocol.run.run_spec import RunSpec
@@ -66,7 +66,7 @@ def _of_momentum(run: RunSpec, *, interval: int, exchanges: int) -> Iterator[str
         return
     if may_be_blended or outer.merge in MERGES_BY_MOMENTUM:
         return
-    if interval <= OFTEN_STEPS:
+    if interval <= often_steps(run.run.min_nodes):
         if exchanges >= LEAST_EXCHANGES and interval * exchanges >= SHORT_STEPS:
             yield (
                 f"[outer] momentum = {momentum:g} overshoots where each parameter is exchanged "

@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.presets import situation_of
 from benchmarks.race import RACES
-from coordinator.presets.choosing import OFTEN_STEPS, chosen
+from coordinator.presets.choosing import OFTEN_STEPS, chosen, often_steps
 from coordinator.presets.cost import Setting, Situation, predicted
 from coordinator.presets.loss import Given, above
 from coordinator.presets.reasons import of_steps
@@ -272,6 +272,28 @@ def test_the_reason_of_an_interval_says_what_it_costs() -> None:
     assert of_steps(whole(1, 1), 1, seldom=1.4, oftener="").endswith(
         "cost a tenth or more of the loss"
     )
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_more_than_two_nodes_take_the_plain_mean_of_oftener_exchanges_alone(optimizer: str) -> None:
+    def outer(num_nodes: int, interval: int, rounds: int = 200) -> tuple[object, ...]:
+        given: Given = {
+            ("exchange", "overlap"): "none",
+            ("exchange", "fragments"): 1,
+            ("inner", "steps"): interval,
+        }
+        situation = replace(
+            RACES[50].situation(optimizer), num_nodes=num_nodes, total_steps=rounds * interval
+        )
+        plan = chosen(situation, given)
+        return tuple(value(plan, f"outer.{key}") for key in ("optimizer", "momentum"))
+
+    plain, nesterov = ("sgd", 0.0), ("nesterov", 0.6)
+    assert outer(2, OFTEN_STEPS) == outer(4, often_steps(4)) == outer(8, often_steps(8)) == plain
+    assert outer(3, often_steps(3) + 2) == outer(4, OFTEN_STEPS) == nesterov
+    assert outer(4, OFTEN_STEPS, rounds=3000) == nesterov, "0.9 was not tried so often"
+    assert outer(4, OFTEN_STEPS, rounds=20) == ("nesterov", 0.3), "few exchanges want less"
+    assert often_steps(2) == OFTEN_STEPS > often_steps(3)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
