@@ -46,10 +46,11 @@ HEADERS = 0.01
 NEAR = 0.002
 """So much of the loss more is hardly more: seeds differ by five times that."""
 
-OFTEN_STEPS, OFTEN_STEPS_OF_MORE = 12, 6
+OFTEN_STEPS, OFTEN_STEPS_OF_MORE = 12, 8
 """Exchanged every so many inner steps or fewer, the plain mean is best: in 600 exchanges, every two steps,
-Nesterov's 0.7, 0.6 ended 2 to 5 % higher (benchmarks.learning.intervals). The second number is of more nodes
-than FEW_NODES."""
+Nesterov's 0.7, 0.6 ended 2 to 5 % higher (benchmarks.learning.intervals). The second is of more nodes than
+FEW_NODES: four ended level every 8 steps, and lower by Nesterov's every 12 (benchmarks.learning.overlap
+--often)."""
 
 BLENDS = "adamw"
 """Whose results are better blended where they are late by half of a short interval or more, and the outer

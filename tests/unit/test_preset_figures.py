@@ -22,7 +22,7 @@ from benchmarks.measurement import asked_by, read_rows
 from benchmarks.presets import situation_of
 from benchmarks.race import RATES, known_in, report
 from coordinator.presets import costly, loss, reasons
-from coordinator.presets.choosing import MANY_SPARSE_EXCHANGES
+from coordinator.presets.choosing import MANY_SPARSE_EXCHANGES, OFTEN_STEPS, often_steps
 from coordinator.presets.cost import (
     CODEC_COSTS,
     FIRST_WINDOW_BYTES,
@@ -542,10 +542,34 @@ def test_what_presets_expect_of_seldom_and_late_exchanges_is_fitted_to_runs(opti
     assert abs(loss.LATE[optimizer] / fit.late - 1) < 0.1
 
 
-def test_four_nodes_ended_lower_by_what_is_said_where_they_held_on_to_nothing() -> None:
-    known = {
-        asked_by(overlap.Try, row): row["loss"] for row in read_rows(RESULTS / "overlap.jsonl")
+def of_overlap() -> dict[overlap.Try, float]:
+    return {asked_by(overlap.Try, row): row["loss"] for row in read_rows(RESULTS / "overlap.jsonl")}
+
+
+def test_the_outer_step_of_four_nodes_is_the_better_one_at_each_interval() -> None:
+    known = of_overlap()
+
+    def lower_by_nesterov(steps: int, optimizer: str) -> list[float]:
+        return [
+            100 * (1 - known[replace(each, outer=overlap.NESTEROV)] / plain)
+            for each, plain in known.items()
+            if (each.outer, each.steps, each.optimizer) == (overlap.PLAIN, steps, optimizer)
+        ]
+
+    at = {
+        (each.fragments * each.steps, each.optimizer): lower_by_nesterov(each.steps, each.optimizer)
+        for each in overlap.OFTEN
     }
+    for (interval, _), lower in at.items():
+        # Between the two numbers, at 8, they are level.
+        assert (mean(lower) > 0.5) == (interval > often_steps(4)), (interval, lower)
+    at_twelve = [value for optimizer in RATES for value in at[OFTEN_STEPS, optimizer]]
+    assert len(at_twelve) == 6
+    assert f"{min(at_twelve):.1f} to {max(at_twelve):.1f} % lower" in reasons.OFTEN_BY_MORE
+
+
+def test_four_nodes_ended_lower_by_what_is_said_where_they_held_on_to_nothing() -> None:
+    known = of_overlap()
     lower_by = [
         100 * (1 - loss / known[held_on])
         for each, loss in known.items()
