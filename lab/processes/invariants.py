@@ -67,7 +67,7 @@ def gather(swarm: RealSwarm) -> Evidence:
     return Evidence(
         total_rounds=spec.run.rounds,
         context=spec.model.context,
-        entries={name: tuple(entries) for name, entries in swarm.logs.entries.items()},
+        entries={member.name: swarm.logs.said_by(member.name) for member in swarm.members},
         rounds=rounds,
         run=run,
         nodes=nodes,

@@ -54,8 +54,8 @@ class FollowedLogs:
     """Follows logs in a thread of its own, and keeps all that they said."""
 
     def __init__(self) -> None:
-        self.entries: dict[str, list[Entry]] = {}
-        self._logs: dict[str, GrowingLog] = {}
+        self._entries: dict[str, list[Entry]] = {}
+        self._logs: list[tuple[str, GrowingLog]] = []
         self._listeners: list[Listener] = []
         self._tickers: list[Callable[[], None]] = []
         self._error: BaseException | None = None
@@ -74,15 +74,21 @@ class FollowedLogs:
     ) -> None:
         self._is_over.set()
         self._thread.join()
-        for log in self._logs.values():
+        for _, log in self._logs:
             log.close()
         if error is None:
             self.check()
 
     def follow(self, name: str, path: Path) -> None:
         """Reads this file too from now on."""
-        self.entries[name] = []
-        self._logs[name] = GrowingLog(path)
+        self._entries[name] = []
+        self._logs.append((name, GrowingLog(path)))
+
+    def said_by(self, name: str) -> list[Entry]:
+        """All that this log has said so far, for any thread: a copy."""
+        # tuple() of a list that another thread appends to crashes Python 3.11. It may collect garbage in
+        # the middle, a finalizer lets the other thread in, the list moves, and freed memory is copied.
+        return list(self._entries[name])
 
     def listen(self, listener: Listener) -> None:
         """Calls it with every line, in the thread that reads: it must not take long."""
@@ -99,9 +105,9 @@ class FollowedLogs:
 
     def look(self) -> None:
         """Looks once at all logs."""
-        for name, log in tuple(self._logs.items()):
+        for name, log in self._logs:
             for entry in log.new_entries():
-                self.entries[name].append(entry)
+                self._entries[name].append(entry)
                 for listener in self._listeners:
                     listener(name, entry)
         for ticker in self._tickers:

@@ -218,7 +218,7 @@ class RealSwarm:
         self.coordinator._arguments += ["--port", ports[0], "--enrolment-port", ports[1]]
 
     def _ports(self) -> tuple[str, str] | None:
-        for entry in self.logs.entries[COORDINATOR]:
+        for entry in self.logs.said_by(COORDINATOR):
             if ready := _READY.search(str(entry.get("text", ""))):
                 return ready[1], ready[2]
         return None
@@ -272,7 +272,7 @@ class RealSwarm:
 
     def entries(self, name: str, event: str) -> list[Entry]:
         """The lines of one event in a member's log."""
-        return [entry for entry in tuple(self.logs.entries[name]) if entry.get("event") == event]
+        return [entry for entry in self.logs.said_by(name) if entry.get("event") == event]
 
     @property
     def committed_round(self) -> int:

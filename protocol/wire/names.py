@@ -1,4 +1,4 @@
-"""Names of hosts: looked up beside all else, and the first of their addresses that answers.
+"""Connections by name: looked up beside all else, the first address that answers, and ends nobody waits for.
 
 A resolver that hangs holds each look-up up for ten seconds and more. asyncio looks names up in the threads
 that it has for everything: a few dead names would take them all, and rounds and a Ctrl-C would wait.
@@ -122,12 +122,29 @@ async def connection_to(hosts: Sequence[str], port: int, **how: Any) -> Ends:
                 else:
                     dial.result()[1].transport.abort()
             if made is not None:
+                look_away_from_the_end(made[1])
                 return made
         raise failure
     finally:
         for dial in dials:
             dial.add_done_callback(_drop)
             dial.cancel()
+
+
+def look_away_from_the_end(writer: asyncio.StreamWriter) -> None:
+    """For a connection whose end nobody waits for: what broke it is raised by its reads and writes.
+
+    asyncio keeps the error for who waits, too, and reports it as one that nobody has looked at where Python's
+    collector comes to it before the connection: a traceback in somebody's log, minutes later.
+    """
+    protocol: Any = writer.transport.get_protocol()
+    # A private name: wait_closed() would take a task for each connection.
+    protocol._get_close_waiter(writer).add_done_callback(_look_at)
+
+
+def _look_at(end: asyncio.Future[None]) -> None:
+    if not end.cancelled():
+        end.exception()
 
 
 def _drop(dial: asyncio.Task[Ends]) -> None:

@@ -25,10 +25,10 @@ from protocol.v1 import transfer_pb2 as wire
 from protocol.wire.payload import CONTRIBUTION, PIECE, WireCounts
 from protocol.wire.rounds import Digest, NodeId
 from tests.integration.sending_scene import BODY, PART, SENDER, Wire, offered, part_of
-from tests.integration.transport_peers import make_payload
+from tests.integration.transport_peers import NoConnection, make_payload
 
 
-class _Answers:
+class _Answers(NoConnection):
     """Notes what a stream is answered."""
 
     def __init__(self) -> None:

@@ -25,7 +25,7 @@ from protocol.v1 import transfer_pb2 as wire
 from protocol.wire.payload import Payload, WireCounts
 from protocol.wire.rounds import Digest, NodeId
 from tests.integration.sending_scene import BODY, PART, SENDER, Wire, offered
-from tests.integration.transport_peers import make_payload
+from tests.integration.transport_peers import NoConnection, make_payload
 
 
 async def test_a_large_body_comes_over_several_streams_and_whole() -> None:
@@ -334,7 +334,7 @@ def test_a_digest_is_no_key_to_another_senders_body() -> None:
     assert inbounds.find(SENDER, Digest(bytes(32))) is None
 
 
-class _Sink:
+class _Sink(NoConnection):
     """Takes all that it is given at once, as p2pd does."""
 
     def __init__(self) -> None:

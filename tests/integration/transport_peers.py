@@ -21,6 +21,20 @@ from tests.unit.payload_scene import sealed
 BIG = 3_000_000  # bytes: many chunks, and more than any buffer on the way holds
 
 
+class NoConnection:
+    """For writers of our own: what a stream asks a real one about its connection, which never ends."""
+
+    @property
+    def transport(self) -> "NoConnection":
+        return self
+
+    def get_protocol(self) -> "NoConnection":
+        return self
+
+    def _get_close_waiter(self, writer: object) -> asyncio.Future[None]:
+        return asyncio.get_running_loop().create_future()
+
+
 def make_payload(
     kind: int = RESULT, *, sender_id: str = "", body: bytes = b"body", round: int = 7
 ) -> Payload:

@@ -123,19 +123,27 @@ def test_any_bytes_decode_to_finite_values_or_are_refused(
 @examples(60)
 @given(
     seed=st.integers(0, 2**32 - 1),
-    num_elements=st.sampled_from([1, 300, 4096, 5000]),
-    changes=st.lists(st.tuples(st.floats(0, 1), st.integers(0, 255)), min_size=1, max_size=4),
+    num_elements=st.sampled_from([1, 300, 4096, 5000, 70_000]),
+    changes=st.lists(st.tuples(st.floats(0, 1), st.integers(0, 255)), max_size=4),
+    more=st.sampled_from([0, 0, 0, -4096, -1, 1, 7, 4097]),
+    cut=st.sampled_from([0, 0, 0, 1, 300]),
 )
 def test_a_damaged_body_decodes_to_finite_values_or_is_refused(
-    codec: Codec, seed: int, num_elements: int, changes: list[tuple[float, int]]
+    codec: Codec,
+    seed: int,
+    num_elements: int,
+    changes: list[tuple[float, int]],
+    more: int,
+    cut: int,
 ) -> None:
     values = np.random.default_rng(seed).standard_normal(num_elements, dtype=np.float32)
     body = bytearray(codec.encode(values))
     for place, byte in changes:
         body[min(len(body) - 1, int(place * len(body)))] = byte
+    num_asked = max(1, num_elements + more)
     with contextlib.suppress(CodecError):
-        decoded = codec.decode(bytes(body), num_elements)
-        assert decoded.shape == (num_elements,)
+        decoded = codec.decode(bytes(body[: len(body) - cut]), num_asked)
+        assert decoded.shape == (num_asked,)
         assert np.isfinite(decoded).all()
 
 

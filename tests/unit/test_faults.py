@@ -1,6 +1,8 @@
 """The fault injector on logs that grow line by line, with victims of paper and a clock of our own."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -158,3 +160,49 @@ def test_what_goes_wrong_while_following_is_told_to_who_asks(tmp_path: Path) -> 
     logs.tick(fail)
     with pytest.raises(ZeroDivisionError), logs:
         pass
+
+
+READ_WHILE_IT_GROWS = """
+import gc, sys
+from pathlib import Path
+from lab.processes.logs import FollowedLogs
+
+class Forgotten:
+    def __init__(self):
+        self.itself = self
+    def __del__(self):  # as when the thread that reads has its turn here
+        log.write('{"event": "later"}\\n' * 2000)
+        log.flush()
+        logs.look()
+        others.append(b"\\xff" * 9 * size)
+
+others = []
+for size in range(10, 400, 13):
+    path = Path(sys.argv[1]) / str(size)
+    logs = FollowedLogs()
+    logs.follow("node", path)
+    with path.open("w") as log:
+        log.write('{"event": "before"}\\n' * size)
+        log.flush()
+        logs.look()
+        gc.disable()
+        Forgotten()
+        gc.set_threshold(1, 1, 1)
+        gc.enable()
+        said = logs.said_by("node")
+        gc.disable()
+        gc.collect()
+    assert {entry["event"] for entry in said[:size]} == {"before"}, said
+print("all is read")
+"""
+
+
+def test_what_a_log_says_can_be_read_while_it_grows_in_whatever_moment(tmp_path: Path) -> None:
+    ran = subprocess.run(
+        [sys.executable, "-X", "faulthandler", "-c", READ_WHILE_IT_GROWS, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=Path(__file__).parents[2],
+    )
+    assert ran.stdout == "all is read\n", ran.stderr

@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import os
 import re
 import subprocess
 import sys
@@ -284,3 +285,41 @@ def test_without_a_folder_to_write_to_kernels_are_compiled_all_the_same(tmp_path
         check=False,
     )
     assert ran.stdout == "803f803f\n", ran.stderr
+
+
+TRIED_BY = (
+    *("test_kernels.py", "test_codecs.py", "test_chunk_codecs.py", "test_outliers.py"),
+    *("test_mean.py", "test_residual.py", "test_outer_optimizer.py", "test_outer_kernels.py"),
+    "../property/test_codec_properties.py",
+)
+BESIDE_ITS_ARRAY = """
+import numpy as np
+from node.exchange.codecs.codec import kernel
+
+@kernel
+def write(values):
+    values[values.size] = 0
+
+write(np.zeros(3))
+"""
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+def test_no_kernel_reads_or_writes_beside_its_arrays(tmp_path: Path) -> None:
+    """All that tries kernels, also with hostile bodies, where compiled code looks at every index."""
+
+    def ran(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, *arguments],
+            env={**os.environ, "NUMBA_BOUNDSCHECK": "1", "NUMBA_CACHE_DIR": str(tmp_path)},
+            cwd=FOLDER.parents[2],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    assert "IndexError" in ran("-c", BESIDE_ITS_ARRAY).stderr  # so it does look
+    files = [str(Path(__file__).parent / name) for name in TRIED_BY]
+    tried = ran("-m", "pytest", "-p", "no:cacheprovider", "-n", "0", *files)
+    assert tried.returncode == 0, tried.stdout

@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import stat
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -355,21 +356,45 @@ async def test_a_loop_whose_optimizer_begins_anew_in_a_run_in_progress_is_told_s
     assert all("the run is in round 5" in each for each in told)
 
 
+A_LOOP_THAT_FORKS = """
+import os, signal, sys
+from pathlib import Path
+from types import SimpleNamespace
+from tests.unit.loop_scene import come_in_bare
+
+connection = come_in_bare(SimpleNamespace(home=Path(sys.argv[1])))
+child = os.fork()
+if child == 0:
+    signal.pause()
+print("here", flush=True)
+try:
+    sys.stdin.read(1)
+    connection.close()
+    sys.stdin.read()
+finally:
+    os.kill(child, signal.SIGTERM)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
 async def test_a_process_that_a_loop_has_forked_does_not_keep_it_alive(tmp_path: Path) -> None:
     async with scene(tmp_path) as one:
-        connection = await asyncio.to_thread(come_in_bare, one)
+        # Not in this process: gRPC, which other tests use in it, crashes forked children.
+        loop = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", A_LOOP_THAT_FORKS, str(one.home)),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            cwd=Path(__file__).parents[2],
+        )
+        assert loop.stdin is not None and loop.stdout is not None
+        assert await loop.stdout.readline() == b"here\n"
         await one.is_here()
-        child = os.fork()
-        if child == 0:
-            signal.pause()
-        try:
-            connection.close()
-            async with asyncio.timeout(20):
-                while one.island.ability.trains:  # noqa: ASYNC110 - as in is_here
-                    await asyncio.sleep(0.01)
-        finally:
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)  # noqa: ASYNC222 - it is dead
+        loop.stdin.write(b"x")
+        async with asyncio.timeout(20):
+            while one.island.ability.trains:  # noqa: ASYNC110 - as in is_here
+                await asyncio.sleep(0.01)
+        ended, _ = await loop.communicate(b"")
+        assert int(ended) == -signal.SIGTERM  # it lived until then
 
 
 async def test_a_model_that_is_not_the_run_s_is_refused_before_anything_moves(

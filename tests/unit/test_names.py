@@ -3,14 +3,19 @@
 import asyncio
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from typing import Any
 
 import pytest
 
+from coordinator.relay.stream import Connection
 from node.exchange.transport.p2pd import knocked
+from node.exchange.transport.streams import TransferStream
+from node.hosts.wire import Wire
+from node.island.loops.door import Visitor
 from protocol.wire.names import MOST_AT_ONCE, connection_to, looked_up
+from tests.integration.test_transport_hostile import unpaced
 
 
 class HangingResolver:
@@ -109,3 +114,33 @@ async def test_where_no_address_answers_the_last_ones_reason_is_told() -> None:
         bound.bind(("127.0.0.1", 0))
         with pytest.raises(ConnectionRefusedError):
             await connection_to(["127.0.0.1", "127.0.0.2"], bound.getsockname()[1])
+
+
+HOLDERS: dict[str, Callable[[asyncio.StreamReader, asyncio.StreamWriter], object]] = {
+    "a relay's connection": Connection,
+    "a stream between members": lambda reader, writer: TransferStream(
+        reader, writer, idle_seconds=1, traffic=unpaced()
+    ),
+    "hosts of an island": Wire,
+    "a training loop": lambda reader, writer: Visitor(reader, writer, 1),
+}
+
+
+@pytest.mark.parametrize("holder", HOLDERS.values(), ids=HOLDERS)
+async def test_nobody_is_told_of_a_broken_connection_that_nobody_waits_for(
+    holder: Callable[[asyncio.StreamReader, asyncio.StreamWriter], object],
+) -> None:
+    with closing(socket.create_server(("127.0.0.1", 0))) as listener:
+        dialled = socket.create_connection(listener.getsockname())
+        with closing(listener.accept()[0]):
+            reader, writer = await asyncio.open_connection(sock=dialled)
+            held = holder(reader, writer)
+            protocol: Any = writer.transport.get_protocol()
+            end = protocol._get_close_waiter(writer)
+            dialled.shutdown(socket.SHUT_WR)  # so that what is written finds a broken pipe
+            writer.write(b"x")
+            await asyncio.wait([end])
+            await asyncio.sleep(0)
+    assert held is not None and end.done()
+    assert not end._log_traceback  # which asyncio prints when its collector comes to it first
+    assert isinstance(end.exception(), BrokenPipeError)

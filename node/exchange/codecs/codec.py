@@ -14,7 +14,8 @@ tells it (no `fastmath`). So each `+`, `-`, `*` and `/` of two float32 is one op
 rounds correctly, on every processor, however many values it takes at once. What could differ is kept
 out: no `sqrt`-like functions of libraries, and casts of floats to integers only within range.
 
-Traps in kernels: an index out of bounds is not noticed, so it must be impossible for any body.
+Traps in kernels: an index out of bounds is not noticed, so it must be impossible for any body; under
+NUMBA_BOUNDSCHECK=1, with a cache folder of its own, it is an IndexError.
 `float32 / 2` is float64, for literal integers are int64, and so is `int32 & int32`.
 
 Compiled code is kept in the user's cache folder, or where NUMBA_CACHE_DIR says: one folder for each version

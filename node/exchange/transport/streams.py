@@ -29,6 +29,7 @@ from node.exchange.peers import (
 )
 from node.exchange.transport.rates.traffic import CHUNK_BYTES, Traffic
 from protocol.v1 import transfer_pb2 as wire
+from protocol.wire.names import look_away_from_the_end
 from protocol.wire.payload import (
     CHUNK,
     CONTRIBUTION,
@@ -133,6 +134,7 @@ class TransferStream:
     ) -> None:
         self._reader = reader
         self._writer = writer
+        look_away_from_the_end(writer)
         self._idle_seconds = idle_seconds
         self.traffic = traffic
         traffic.opened_stream()
