@@ -37,7 +37,13 @@ MOST_SHARE = 0.02
 BYTES_PER_SECOND = 40e6
 """That are written on average at most, as a node's own checkpoints: an SSD endures so much for years."""
 
-RATES = ("lr", "initial_lr")
+OF_SCHEDULES = frozenset(
+    {"lr", "initial_lr", "max_lr", "min_lr", "swa_lr", "max_momentum", "base_momentum"}
+)
+"""What schedulers write into groups: rates, and between what they move them."""
+
+MOVED_BY_SCHEDULES = frozenset({"momentum", "betas"})
+"""What OneCycleLR and CyclicLR move as well, and no optimizer itself."""
 
 Group = dict[str, Any]
 Parts = list[dict[str, Any]]
@@ -215,7 +221,7 @@ class Moments:
             if len(part["began"]) != len(began):
                 return "the optimizer has other groups of parameters"
             for was, now in zip(part["began"], began, strict=True):
-                for key in was.keys() | now.keys():
+                for key in (was.keys() | now.keys()) - OF_SCHEDULES:
                     if not _are_alike(was.get(key), now.get(key)):
                         return f"{key} is {now.get(key)}, and was {was.get(key)}"
             for name, kept in part["states"].items():
@@ -235,7 +241,8 @@ class Moments:
             optimizer.param_groups, part["began"], part["groups"], strict=True
         ):
             # What the optimizer itself has changed, as counts of steps; else the loop's word counts.
-            group.update({k: v for k, v in then.items() if v != began.get(k) == group.get(k)})
+            own = then.keys() - OF_SCHEDULES - MOVED_BY_SCHEDULES
+            group.update({k: then[k] for k in own if then[k] != began.get(k) == group.get(k)})
 
     def _made_of(self, key: str, told: dict[str, Any], parameter: Tensor) -> Tensor:
         values: Tensor = told["values"]
@@ -271,9 +278,9 @@ def _kind_of(optimizer: Any) -> str:
 
 
 def _groups_of(optimizer: Any) -> list[Group]:
-    """What groups say beside parameters and rates."""
+    """What groups say beside parameters and schedules."""
     return [
-        {k: v for k, v in group.items() if k not in ("params", *RATES) and _is_plain(v)}
+        {k: v for k, v in group.items() if k not in ("params", *OF_SCHEDULES) and _is_plain(v)}
         for group in optimizer.param_groups
     ]
 

@@ -189,6 +189,39 @@ async def test_what_does_not_fit_is_not_taken_and_the_loop_is_told_why(
         assert f"its node's folder keeps: {why}" in anew[0]
 
 
+@pytest.mark.parametrize("kind", ["AdamW", "SGD"])
+@pytest.mark.parametrize("turns", ["comes", "goes", "stays"])
+async def test_a_scheduler_that_moves_momentum_and_bounds_may_come_and_go_between_two_starts(
+    tmp_path: Path, turns: str, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+
+    def plain(model: nn.Module) -> Optimizer:
+        if kind == "SGD":
+            return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.8)
+        return adamw(model, betas=(0.8, 0.9))
+
+    def cycled(model: nn.Module) -> Optimizer:
+        optimizer = plain(model)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.01, total_steps=100)
+        optimizer.register_step_post_hook(lambda *_: schedule.step())
+        return optimizer
+
+    first, second = (plain if turns == "comes" else cycled), (plain if turns == "goes" else cycled)
+    async with scene(tmp_path) as one:
+        thread, _ = await starts(one, first, until_round=2, seed=1)
+        await rounds(one, 1, 1)
+        await ends_at(one, thread, 2)
+        thread, optimizer = await starts(one, second, until_round=99, seed=2)
+        await rounds(one, 2, 2)
+        await one.stops(thread)
+    assert sum("goes on from the state that was kept" in each for each in caplog.messages) == 1
+    if turns == "goes":
+        (group,) = optimizer.param_groups
+        own = group["momentum"] if kind == "SGD" else group["betas"][0]
+        assert own == 0.8, "a setting is that of the new start"
+
+
 async def test_a_loop_that_loads_a_state_by_itself_keeps_that_one(tmp_path: Path) -> None:
     async with scene(tmp_path) as one:
         thread, _ = await starts(one, adamw, until_round=2, seed=1)
