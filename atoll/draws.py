@@ -4,6 +4,7 @@ import gc
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,7 +31,7 @@ def drawing_alike(model: nn.Module, *, seed: int = 0) -> Iterator[None]:
                 each.manual_seed(seed)
             random.seed(seed)
             np.random.seed(seed)
-            with _loaders_begin_anew():
+            with _loaders_begin_anew(seed):
                 yield
         finally:
             random.setstate(own[0])
@@ -38,19 +39,34 @@ def drawing_alike(model: nn.Module, *, seed: int = 0) -> Iterator[None]:
 
 
 @contextmanager
-def _loaders_begin_anew() -> Iterator[None]:
+def _loaders_begin_anew(seed: int) -> Iterator[None]:
     """Within it no DataLoader goes on with an iterator from outside, nor after it with one from within.
 
     One with persistent_workers has a single iterator: whoever iterates anew starts it again also for the loop
-    that is in the midst of it, in an order that all nodes draw alike.
+    that is in the midst of it, in an order that all nodes draw alike. Generators that loaders were given draw
+    alike too, and then go on as if nothing had been drawn.
     """
     # By its type, for proxies answer for others.
     loaders = [each for each in gc.get_objects() if issubclass(type(each), DataLoader)]
     kept = [(each, vars(each).get("_iterator")) for each in loaders]
+    drawers = {id(each): each for loader in loaders for each in _generators_of(loader)}.values()
+    drawn = [(each, each.get_state()) for each in drawers]
     for loader in loaders:
         loader._iterator = None
+    for each in drawers:
+        each.manual_seed(seed)
     try:
         yield
     finally:
         for loader, iterator in kept:
             loader._iterator = iterator
+        for each, state in drawn:
+            each.set_state(state)
+
+
+def _generators_of(loader: "DataLoader[Any]") -> Iterator[torch.Generator]:
+    """Its own, and those of its samplers."""
+    batches = loader.batch_sampler
+    for holder in (loader, loader.sampler, batches, getattr(batches, "sampler", None)):
+        if isinstance(found := getattr(holder, "generator", None), torch.Generator):
+            yield found
