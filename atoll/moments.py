@@ -9,6 +9,7 @@ learning rates, which are the loop's own.
 """
 
 import logging
+import math
 import os
 import time
 from collections.abc import Mapping
@@ -36,10 +37,20 @@ MOST_SHARE = 0.02
 BYTES_PER_SECOND = 40e6
 """That are written on average at most, as a node's own checkpoints: an SSD endures so much for years."""
 
-RATES = ("lr", "initial_lr")
+OF_SCHEDULES = frozenset(
+    {"lr", "initial_lr", "max_lr", "min_lr", "swa_lr", "max_momentum", "base_momentum"}
+)
+"""What schedulers write into groups: rates, and between what they move them."""
+
+MOVED_BY_SCHEDULES = frozenset({"momentum", "betas"})
+"""What OneCycleLR and CyclicLR move as well, and no optimizer itself."""
 
 Group = dict[str, Any]
 Parts = list[dict[str, Any]]
+
+
+class _UnfitError(Exception):
+    """Why a state cannot be kept; without words where there is none."""
 
 
 class Moments:
@@ -53,7 +64,7 @@ class Moments:
         self._kept = optimizers.given
         self._began = [_groups_of(each) for each in self._kept]
         self._due_at = 0.0
-        self._has_told = False
+        self._told = ""  # why they were not kept, the last time
         self.why_not = ""
         """Why those that are in the folder were not taken up."""
 
@@ -85,30 +96,55 @@ class Moments:
     ) -> None:
         """Writes the file anew. A disk that does not take it costs that and no training, and is told once.
 
-        A state that is more than tensors and numbers, or holds what is none, is not kept.
+        A state that is more than tensors and numbers, or holds what is none, is not kept. What was kept
+        before goes then: the next start would take it for what the optimizer knows now.
         """
         began_at = time.monotonic()
         num_bytes = 0
-        if (parts := self._parts(weights)) is not None:
-            stamp = {"version": VERSION, "run": run_digest, "round": round, "steps": steps}
+        stamp = {"version": VERSION, "run": run_digest, "round": round, "steps": steps}
+        try:
             try:
-                num_bytes = _write(self._path, {**stamp, "optimizers": parts})
-            except OSError as error:
-                self._tell(error)
+                num_bytes = _write(self._path, {**stamp, "optimizers": self._parts(weights)})
+                self._remove_those_of_other_starts()
+            except _UnfitError as unfit:
+                self._remove(str(unfit))
+        except OSError as error:
+            begins = "goes on from an older one" if self._path.is_file() else "begins with none"
+            self._tell(
+                f"the optimizer's state could not be kept in {self._path} ({error}): a loop that starts "
+                f"again {begins}. Make room there",
+                why=str(error),
+            )
         now = time.monotonic()
         rest = max((now - began_at) / MOST_SHARE, num_bytes / BYTES_PER_SECOND, LEAST_SECONDS)
         self._due_at = now + rest
 
-    def _tell(self, error: OSError) -> None:
-        if not self._has_told:
-            self._has_told = True
-            self._log.tell(
-                logging.WARNING,
-                f"the optimizer's state could not be kept in {self._path} ({error}): a loop that starts "
-                "again begins with none. Make room there",
+    def _remove(self, why: str) -> None:
+        """Removes what was kept, and tells why, unless there was never anything to keep."""
+        had_any = self._path.exists()
+        self._path.unlink(missing_ok=True)
+        if why or had_any:
+            why = why or "it has none now"
+            removed = "; what was kept before is removed" * had_any
+            self._tell(
+                f"the optimizer's state is not kept ({why}){removed}: a loop that "
+                "starts again begins with none",
+                why=why,
             )
 
-    def _parts(self, weights: Mapping[str, Tensor]) -> Parts | None:
+    def _remove_those_of_other_starts(self) -> None:
+        """What more or fewer ranks have kept is older than this, and must not be taken up after it."""
+        for path in self._path.parent.glob("rank-*-of-*.pt") if self._ranks.rank == 0 else ():
+            if not path.stem.endswith(f"-of-{self._ranks.world_size}"):
+                path.unlink(missing_ok=True)
+
+    def _tell(self, words: str, *, why: str) -> None:
+        if why != self._told:
+            self._told = why
+            self._log.tell(logging.WARNING, words)
+
+    def _parts(self, weights: Mapping[str, Tensor]) -> Parts:
+        """What is kept. Raises _UnfitError, without words where there is nothing."""
         names = {id(tensor): name for name, tensor in weights.items()}
         parts: Parts = []
         for each, began in zip(self._kept, self._began, strict=True):
@@ -117,29 +153,41 @@ class Moments:
                 for parameter in group["params"]:
                     state = each.state.get(parameter)
                     if state and (name := names.get(id(parameter))) is not None:
-                        values = {key: self._told(key, v, parameter) for key, v in state.items()}
-                        if None in values.values():
-                            return None
+                        values = {
+                            k: self._kept_of(f"{k} of {name}", k, v, parameter)
+                            for k, v in state.items()
+                        }
                         states[name] = {"shape": list(local_of(parameter).shape), "state": values}
-            told = {"kind": _kind_of(each), "began": began, "groups": _groups_of(each)}
+            groups = _groups_of(each)
+            for key in (k for group in groups for k, v in group.items() if _is_no_number(v)):
+                raise _UnfitError(f"{key} of a group is no number")
+            told = {"kind": _kind_of(each), "began": began, "groups": groups}
             parts.append({**told, "states": states})
-        return parts if any(part["states"] for part in parts) else None
+        if not any(part["states"] for part in parts):
+            raise _UnfitError
+        return parts
 
-    def _told(self, key: str, value: Any, parameter: Tensor) -> dict[str, Any] | None:
-        """One value of a state; None for what is not kept."""
+    def _kept_of(self, what: str, key: str, value: Any, parameter: Tensor) -> dict[str, Any]:
+        """One value of a state. Raises _UnfitError for what is not kept."""
         if not isinstance(value, Tensor):
-            return {"plain": value} if _is_simple(value) else None
+            if not _is_simple(value):
+                raise _UnfitError(
+                    f"{what} is of type {type(value).__name__}, no tensor and no number"
+                )
+            if _is_no_number(value):
+                raise _UnfitError(f"{what} is no number")
+            return {"plain": value}
         from torch.distributed.tensor import DTensor
 
         is_sharded = isinstance(value, DTensor)
         if type(value) not in (Tensor, nn.Parameter) and not is_sharded:
-            return None
+            raise _UnfitError(f"{what} is of type {type(value).__name__}, no plain tensor")
         local = local_of(value)
         is_copy = key in self._optimizers.copies and is_apart(value, parameter)
         if is_copy:
             local = local - local_of(parameter).to(local)
         if local.is_floating_point() and not bool(local.isfinite().all()):
-            return None
+            raise _UnfitError(f"{what} has values that are no finite numbers")
         return {
             "values": local.to("cpu", copy=True).contiguous(),
             "is_copy": is_copy,
@@ -173,7 +221,7 @@ class Moments:
             if len(part["began"]) != len(began):
                 return "the optimizer has other groups of parameters"
             for was, now in zip(part["began"], began, strict=True):
-                for key in was.keys() | now.keys():
+                for key in (was.keys() | now.keys()) - OF_SCHEDULES:
                     if not _are_alike(was.get(key), now.get(key)):
                         return f"{key} is {now.get(key)}, and was {was.get(key)}"
             for name, kept in part["states"].items():
@@ -193,7 +241,8 @@ class Moments:
             optimizer.param_groups, part["began"], part["groups"], strict=True
         ):
             # What the optimizer itself has changed, as counts of steps; else the loop's word counts.
-            group.update({k: v for k, v in then.items() if v != began.get(k) == group.get(k)})
+            own = then.keys() - OF_SCHEDULES - MOVED_BY_SCHEDULES
+            group.update({k: then[k] for k in own if then[k] != began.get(k) == group.get(k)})
 
     def _made_of(self, key: str, told: dict[str, Any], parameter: Tensor) -> Tensor:
         values: Tensor = told["values"]
@@ -229,9 +278,9 @@ def _kind_of(optimizer: Any) -> str:
 
 
 def _groups_of(optimizer: Any) -> list[Group]:
-    """What groups say beside parameters and rates."""
+    """What groups say beside parameters and schedules."""
     return [
-        {k: v for k, v in group.items() if k not in ("params", *RATES) and _is_plain(v)}
+        {k: v for k, v in group.items() if k not in ("params", *OF_SCHEDULES) and _is_plain(v)}
         for group in optimizer.param_groups
     ]
 
@@ -244,6 +293,10 @@ def _is_plain(value: Any) -> bool:
 
 def _is_simple(value: Any) -> bool:
     return value is None or type(value) in (bool, int, float, str)
+
+
+def _is_no_number(value: Any) -> bool:
+    return isinstance(value, float) and math.isnan(value)
 
 
 def _are_alike(was: Any, now: Any) -> bool:

@@ -178,7 +178,8 @@ class Optimizers:
         for each in self._given:
             if not hasattr(each, "param_groups"):
                 raise ModelMismatchError(
-                    f"join(model, optimizer) was given a {type(each).__name__}, which has no param_groups",
+                    f"join(model, optimizer) was given a value of type {type(each).__name__}, which has "
+                    "no param_groups",
                     next_step="give an optimizer of torch, or a list of several",
                 )
             found += [parameter for group in each.param_groups for parameter in group["params"]]

@@ -185,8 +185,9 @@ class Watch:
         rates = self._optimizers.rates()
         if not follows and len(rates) == len(self._rates) and rates != self._rates:
             found["rates"] = (
-                "the learning rate changes by a schedule of this loop's own, which ends too early or too "
-                "late: plans say how many steps come, and a node that joins late begins anew. Let it follow "
+                "the learning rate changes by a schedule of this loop's own. By its steps it ends too early "
+                "or too late, for plans say how many come; by its losses, as ReduceLROnPlateau, it falls at "
+                "another time on each node; and on a node that joins late it begins anew. Let it follow "
                 "swarm.progress, or take swarm.learning_rate over, as "
                 "TrainerCallback(follows_learning_rate=True) does"
             )

@@ -248,8 +248,13 @@ def _config_of(
         ]
         if missing and not has_all:
             problem += f"{', and ' if problem else ''}the file is without {' and '.join(missing)}: "
+            # Of data that a loop has brought nothing is here that they could be computed of.
+            needs_loop = described.num_running_statistics and spec.data.source != "function"
             problem += (
-                f"--code FOLDER adds all by the run's functions, and {CARD} has lines that do"
+                f"{CARD} has lines that compute them, and the model that a loop holds after its block has "
+                "them"
+                if needs_loop
+                else f"--code FOLDER adds all by the run's functions, and {CARD} has lines that do"
             )
         return described.config or {"model_type": "atoll-function"}, problem
     config = config_of(spec.model, described.config)

@@ -182,8 +182,8 @@ def test_of_several_templates_the_one_for_tools_writes_conversations_that_have_s
     ("key", "value", "words"),
     [
         ("tools", "[", "'tools' is no JSON"),
-        ("tools", {"name": "weather"}, "'tools' is a dict, and not a list"),
-        ("chat_template_kwargs", [1], "'chat_template_kwargs' is a list, and not a dict"),
+        ("tools", {"name": "weather"}, "'tools' is an object, and not a list"),
+        ("chat_template_kwargs", [1], "'chat_template_kwargs' is a list, and not an object"),
     ],
 )
 def test_what_is_no_list_of_tools_is_refused(

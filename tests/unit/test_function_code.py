@@ -213,6 +213,25 @@ def test_the_card_of_a_run_of_loops_takes_a_module_that_comes_alone(
     assert "        module.train()(batch)\n" in (out / "README.md").read_text()
 
 
+@pytest.mark.parametrize("is_of_loops", [False, True])
+def test_an_export_without_statistics_names_only_ways_to_them_that_there_are(
+    is_of_loops: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = spec_of("tests.run_functions:net_with_batch_norm", "tests.run_functions:draws")
+    if is_of_loops:
+        spec = spec.model_copy(update={"data": DataSection(source="loop")})
+    origin = Origin(run="my-run", run_digest=spec.digest(), round=3, outer_digest=Digest(bytes(32)))
+    out = tmp_path / "out"
+    problem = export_model(spec=spec, parameters=first_vector(spec), origin=origin, out=out)
+    assert "the file is without its running statistics" in problem
+    assert "README.md has lines" in problem
+    assert ("--code" in problem) is not is_of_loops
+    assert ("a loop holds after its block" in problem) is is_of_loops
+    if is_of_loops:
+        with pytest.raises(UsageError, match=r"""are \[data\] source = "loop\""""):
+            loaded_as_its_card_says(spec, tmp_path / "with", monkeypatch, code=tmp_path)
+
+
 def test_an_export_runs_no_code_that_is_not_the_run_s_and_none_for_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

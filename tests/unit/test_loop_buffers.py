@@ -91,6 +91,69 @@ def test_nodes_that_draw_batches_of_the_same_data_find_the_same_and_train_on_by_
     assert not torch.equal(*drawn)
 
 
+def test_a_generator_that_the_loop_s_loader_was_given_draws_alike_for_statistics_and_then_goes_on() -> (
+    None
+):
+    data = TensorDataset(torch.randn(24, 3, 2, 2, generator=torch.Generator().manual_seed(1)))
+    found = []
+    for seed in (1, 2):
+        orders = []
+        for is_measured in (False, True):
+            norm, own = nn.BatchNorm2d(3), torch.Generator().manual_seed(seed)
+            loader = DataLoader(data, batch_size=2, shuffle=True, generator=own)
+
+            def see_some(norm: nn.Module = norm, loader: Any = loader) -> None:
+                for (batch,) in itertools.islice(loader, 4):
+                    norm(batch)
+
+            statistics, order = statistics_of(norm, see_some), []
+            for _ in range(2):
+                for number, (batch,) in enumerate(loader):
+                    order.append(float(batch[0, 0, 0, 0]))
+                    if is_measured and number == 5:
+                        statistics.settle()
+                        found.append(mean_in(norm).clone())
+            orders.append(order)
+        assert orders[0] == orders[1], "as if nothing had been measured"
+    for each in found:
+        assert torch.equal(each, found[0]), "at all times and on all nodes"
+
+
+@pytest.mark.parametrize("is_read_before", [False, True])
+def test_a_loop_reads_on_by_its_loader_where_statistics_read_by_the_same_persistent_workers(
+    is_read_before: bool,
+) -> None:
+    orders, found = [], []
+    data = TensorDataset(torch.randn(24, 3, 2, 2, generator=torch.Generator().manual_seed(1)))
+    for seed in (1, 2):
+        norm = nn.BatchNorm2d(3)
+        loader = DataLoader(
+            data, batch_size=1, shuffle=True, num_workers=1, persistent_workers=True
+        )
+
+        def see_some(norm: nn.Module = norm, loader: Any = loader) -> None:
+            for (batch,) in itertools.islice(loader, 4):
+                norm(batch)
+
+        statistics = statistics_of(norm, see_some)
+        torch.manual_seed(seed)
+        if is_read_before:
+            statistics.settle()
+        order = []
+        for number, (batch,) in enumerate(loader):
+            order.append(float(batch[0, 0, 0, 0]))
+            if number in (5, 9):
+                statistics.settle()
+                found.append(mean_in(norm).clone())
+        assert sorted(order) == sorted(data.tensors[0][:, 0, 0, 0].tolist()), "each sample once"
+        orders.append(order)
+        again = [float(batch[0, 0, 0, 0]) for (batch,) in loader]
+        assert sorted(again) == sorted(order) and again != order
+    assert orders[0][10:] != orders[1][10:], "nodes train on in orders of their own"
+    for each in found:
+        assert torch.equal(each, found[0]), "and find the same"
+
+
 def test_a_compiled_model_is_not_compiled_for_it() -> None:
     model = nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3))
     compiles = 0

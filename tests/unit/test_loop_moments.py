@@ -42,6 +42,10 @@ class Masters(Optimizer):
             parameter.copy_(master.sub_(mean, alpha=group["lr"] / group["count"]))
 
 
+class Quantised(torch.Tensor):
+    """As moments of 8 bits have their own kinds."""
+
+
 def adamw(model: nn.Module, **changes: Any) -> Optimizer:
     return torch.optim.AdamW(model.parameters(), **{"lr": 0.01} | changes)
 
@@ -185,6 +189,39 @@ async def test_what_does_not_fit_is_not_taken_and_the_loop_is_told_why(
         assert f"its node's folder keeps: {why}" in anew[0]
 
 
+@pytest.mark.parametrize("kind", ["AdamW", "SGD"])
+@pytest.mark.parametrize("turns", ["comes", "goes", "stays"])
+async def test_a_scheduler_that_moves_momentum_and_bounds_may_come_and_go_between_two_starts(
+    tmp_path: Path, turns: str, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+
+    def plain(model: nn.Module) -> Optimizer:
+        if kind == "SGD":
+            return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.8)
+        return adamw(model, betas=(0.8, 0.9))
+
+    def cycled(model: nn.Module) -> Optimizer:
+        optimizer = plain(model)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.01, total_steps=100)
+        optimizer.register_step_post_hook(lambda *_: schedule.step())
+        return optimizer
+
+    first, second = (plain if turns == "comes" else cycled), (plain if turns == "goes" else cycled)
+    async with scene(tmp_path) as one:
+        thread, _ = await starts(one, first, until_round=2, seed=1)
+        await rounds(one, 1, 1)
+        await ends_at(one, thread, 2)
+        thread, optimizer = await starts(one, second, until_round=99, seed=2)
+        await rounds(one, 2, 2)
+        await one.stops(thread)
+    assert sum("goes on from the state that was kept" in each for each in caplog.messages) == 1
+    if turns == "goes":
+        (group,) = optimizer.param_groups
+        own = group["momentum"] if kind == "SGD" else group["betas"][0]
+        assert own == 0.8, "a setting is that of the new start"
+
+
 async def test_a_loop_that_loads_a_state_by_itself_keeps_that_one(tmp_path: Path) -> None:
     async with scene(tmp_path) as one:
         thread, _ = await starts(one, adamw, until_round=2, seed=1)
@@ -215,35 +252,84 @@ async def test_the_state_is_kept_while_a_loop_trains_for_it_may_be_killed(tmp_pa
         assert torch.load(tmp_path / KEPT, weights_only=True)["round"] == 2
 
 
-@pytest.mark.parametrize("how", ["no number", "lbfgs", "nothing to keep"])
-async def test_a_state_that_is_of_no_use_is_not_kept(tmp_path: Path, how: str) -> None:
-    def make(model: nn.Module) -> Optimizer:
-        if how == "lbfgs":
-            return torch.optim.LBFGS(model.parameters())
-        if how == "nothing to keep":
-            return torch.optim.SGD(model.parameters(), lr=0.01)
-        return adamw(model)
+UNFIT: dict[str, tuple[Make, Any, str | None]] = {
+    "no number": (adamw, torch.tensor(torch.nan), "exp_avg of {} has values that are no finite"),
+    "a plain number that is none": (adamw, float("nan"), "exp_avg of {} is no number"),
+    "a list": (adamw, [1, 2], "exp_avg of {} is of type list, no tensor and no number"),
+    "a kind of tensor": (adamw, Quantised(), "exp_avg of {} is of type Quantised, no plain tensor"),
+    "lbfgs": (lambda model: torch.optim.LBFGS(model.parameters()), None, "of type "),
+    "nothing to keep": (lambda model: torch.optim.SGD(model.parameters(), lr=0.01), None, None),
+}
 
+
+@pytest.mark.parametrize("was_kept", [False, True])
+@pytest.mark.parametrize("how", UNFIT)
+async def test_a_state_that_is_of_no_use_is_not_kept_nor_is_an_older_one_and_that_is_said(
+    tmp_path: Path, how: str, was_kept: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    make, becomes, why = UNFIT[how]
     async with scene(tmp_path) as one:
         torch.manual_seed(1)
         model = Decoder(one.spec.decoder)
         optimizer = make(model)
+        if was_kept:
+            (tmp_path / KEPT).parent.mkdir()
+            (tmp_path / KEPT).write_bytes(b"of an earlier start")
+        name, first = next(iter(model.named_parameters()))
 
         def train(swarm: atoll.Swarm) -> None:
             while not swarm.is_over:
                 for parameter in model.parameters():
                     parameter.grad = torch.ones_like(parameter)
                 optimizer.step(lambda: 0.0)
-                if how == "no number":
-                    for state in optimizer.state.values():
-                        state["exp_avg_sq"].fill_(torch.nan)
+                kept = optimizer.state[first].get("exp_avg")
+                if becomes is not None:
+                    optimizer.state[first]["exp_avg"] = becomes
                 swarm.step(tokens=1)
+                if becomes is not None:
+                    optimizer.state[first]["exp_avg"] = kept
 
         thread = await one.joined(train, model=model, optimizer=optimizer)
         await rounds(one, 1, 1, steps=2)
+        assert not (tmp_path / KEPT).exists()
         await one.stops(thread)
         assert one.ended == [None]
-        assert not (tmp_path / FOLDER).exists()
+    told = [each for each in caplog.messages if "the optimizer's state is not kept" in each]
+    assert len(told) == (why is not None or was_kept), "and once"
+    for each in told:
+        assert ("what was kept before is removed" in each) is was_kept
+        assert (why or "it has none now").format(name) in each
+        assert "begins with none" in each
+
+
+async def test_of_a_loop_that_had_more_ranks_before_nothing_older_is_left(tmp_path: Path) -> None:
+    folder = tmp_path / FOLDER
+    folder.mkdir()
+    for name in ("rank-0-of-2.pt", "rank-1-of-2.pt"):
+        (folder / name).write_bytes(b"of an earlier start")
+    async with scene(tmp_path) as one:
+        thread, _ = await starts(one, adamw, until_round=99, seed=1)
+        await rounds(one, 1, 1)
+        await one.stops(thread)
+    assert [path.name for path in folder.iterdir()] == [Path(KEPT).name]
+
+
+async def test_a_disk_that_takes_no_new_state_keeps_the_older_one_and_the_loop_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with scene(tmp_path) as one:
+        thread, _ = await starts(one, adamw, until_round=99, seed=1)
+        await rounds(one, 1, 1)
+
+        def full(*_: object) -> None:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(torch, "save", full)
+        await rounds(one, 2, 2)
+        await one.stops(thread)
+    assert torch.load(tmp_path / KEPT, weights_only=True)["round"] == 1
+    (told,) = [each for each in caplog.messages if "could not be kept" in each]
+    assert "a loop that starts again goes on from an older one" in told
 
 
 async def test_a_disk_that_does_not_take_it_is_told_once_and_the_loop_trains_on(

@@ -343,7 +343,7 @@ def test_what_is_no_optimizer_is_refused_by_its_type() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     for other in ({"both": optimizer}, [torch.optim.lr_scheduler.StepLR(optimizer, 3)]):
         kind = type(other[0] if isinstance(other, list) else other).__name__
-        with pytest.raises(atoll.ModelMismatchError, match=f"was given a {kind}, which has no"):
+        with pytest.raises(atoll.ModelMismatchError, match=f"a value of type {kind}, which has no"):
             Optimizers(other).check(model, places_of(model))
 
 

@@ -358,6 +358,7 @@ def test_text_that_spells_a_special_token_is_no_special_token(tmp_path: Path) ->
             BadDataError,
             "ends in line 2 has 3 fields.*first line names 2",
         ),
+        ("a.csv", b"id,text\n1\n", BadDataError, "line 2 has 1 field, and the first line names 2"),
         ("a.csv", b'text\nx\n"y\n', BadDataError, "what follows line 2 cannot be read"),
         ("a.csv", "text\ngrö\n".encode("latin-1"), BadDataError, "cannot be read: 'utf-8' codec"),
         ("a.txt", b"a\0b", BadDataError, "zero bytes"),
@@ -370,7 +371,9 @@ def test_text_that_spells_a_special_token_is_no_special_token(tmp_path: Path) ->
             "of 9 documents none is left to train on",
         ),
         ("a.jsonl", b'{"text": ""}\n' * 9, BadDataError, "has no text: 9 documents, all of them"),
-        ("a.jsonl", b'{"text": 5}\n', BadDataError, r"has a int in 'text'"),
+        ("a.jsonl", b'{"text": 5}\n', BadDataError, r"has a number in 'text'"),
+        ("a.jsonl", b'{"text": true}\n', BadDataError, r"has true or false in 'text'"),
+        ("a.jsonl", b'{"text": {}}\n', BadDataError, r"has an object in 'text'"),
     ],
 )
 def test_input_that_cannot_be_used_is_refused_and_leaves_no_result(

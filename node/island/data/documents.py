@@ -25,7 +25,7 @@ from typing import IO, Any, cast
 
 from node.island.data.extras import needs_package
 from node.island.data.inputs import KINDS, SOME_OF_A_FOLDER, Kind, is_compressed, suffix_of
-from node.island.data.records import Document, columns_of, document_of
+from node.island.data.records import Document, columns_of, document_of, kind_in_words
 from protocol.errors import BadDataError
 
 DOCUMENT_BYTES = 1 << 20
@@ -263,7 +263,7 @@ def _record_of(line: bytes, path: Path, place: int) -> dict[str, Any]:
         record = json.loads(line)
         if isinstance(record, dict):
             return record
-        why = f"a {type(record).__name__}, no object"
+        why = f"{kind_in_words(record)}, no object"
     except UnicodeDecodeError as error:
         raise BadDataError(
             f"{path}: the line at byte {place} is not UTF-8: its byte {error.start} is "
@@ -293,8 +293,9 @@ def _table_lines(part: Part, field: str) -> Iterator[Document]:
             columns_of(names, field, part.path)
             for row in rows:
                 if row and len(row) != len(names):
+                    fields = "1 field" if len(row) == 1 else f"{len(row)} fields"
                     raise BadDataError(
-                        f"{part.path}: the row that ends in line {rows.line_num} has {len(row)} fields, and "
+                        f"{part.path}: the row that ends in line {rows.line_num} has {fields}, and "
                         f"the first line names {len(names)}",
                         next_step="correct that row: a field with a separator or an end of line in it is "
                         "written in quotes",

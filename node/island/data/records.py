@@ -124,7 +124,7 @@ def document_of(record: dict[str, Any], field: str, place: str) -> Document:
             next_step="write it as strings, as pandas' df[column].str.decode('utf-8') makes them, or name "
             "the column that has the text with --field COLUMN",
         )
-    kind = f"a {type(text).__name__}" if text is not None else "no text"
+    kind = kind_in_words(text) if text is not None else "no text"
     raise BadDataError(
         f"{place}: the record has {kind} in {field!r}, and no conversation in 'messages'; its keys "
         f"are {', '.join(map(repr, record)) or 'none'}",
@@ -170,8 +170,8 @@ def _answer(record: dict[str, Any], place: str) -> Document:
         return Document(text=b"", where=place)
     if not (isinstance(prompt, str | None) and isinstance(completion, str)):
         raise BadDataError(
-            f"{place}: {PROMPT!r} is a {type(prompt).__name__}, and {COMPLETION!r} a "
-            f"{type(completion).__name__}",
+            f"{place}: {PROMPT!r} is {kind_in_words(prompt)}, and {COMPLETION!r} "
+            f"{kind_in_words(completion)}",
             next_step="write both as texts, or both as lists of messages",
         )
     begins = _encoded(prompt or "", place)
@@ -363,9 +363,25 @@ def _of_kind(value: Any, kind: type, key: str, place: str) -> Any:
     if isinstance(value, kind):
         return value
     raise BadDataError(
-        f"{place}: {key!r} is a {type(value).__name__}, and not a {kind.__name__}",
+        f"{place}: {key!r} is {kind_in_words(value)}, and not {_KINDS_IN_WORDS[kind]}",
         next_step=_AS_KINDS[key],
     )
+
+
+_KINDS_IN_WORDS = {
+    type(None): "null",
+    bool: "true or false",
+    int: "a number",
+    float: "a number",
+    str: "a text",
+    list: "a list",
+    dict: "an object",
+}
+
+
+def kind_in_words(value: Any) -> str:
+    """What a value of a record is, in JSON's words; a table's may be of other types too, as dates."""
+    return _KINDS_IN_WORDS.get(type(value), f"of type {type(value).__name__}")
 
 
 _AS_KINDS = {
