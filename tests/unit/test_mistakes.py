@@ -11,7 +11,7 @@ from structlog.testing import capture_logs
 
 from coordinator import config
 from coordinator.config import CONFIG_FILE
-from node.config import load_settings, require_node_folder, tell_missing_settings
+from node.config import TEMPLATE, load_settings, require_node_folder, tell_missing_settings
 from node.island.data.dataset import _read as read_text
 from node.island.data.dataset import text_files
 from node.link.join import read_invite
@@ -240,10 +240,24 @@ def test_what_a_node_may_do_does_not_fall_away_with_its_file(
 def test_a_node_whose_settings_are_gone_says_that_no_limits_hold(tmp_path: Path) -> None:
     with capture_logs() as told:
         tell_missing_settings(tmp_path)
-        (tmp_path / "node.toml").write_text("name = 'a'")
+        (tmp_path / "node.toml").write_text("name = 'a'\n")
         tell_missing_settings(tmp_path)
     (line,) = told
     assert "without limits" in line["event"] and line["path"] == str(tmp_path / "node.toml")
+
+
+def test_a_node_whose_settings_are_cut_off_says_that_limits_may_be_gone(tmp_path: Path) -> None:
+    whole = TEMPLATE
+    for length in range(1, len(whole) + 1, 97):
+        (tmp_path / "node.toml").write_text(whole[:length])
+        with capture_logs() as told:
+            tell_missing_settings(tmp_path)
+        assert len(told) == (not whole[:length].endswith("\n"))
+        assert all("limits behind it do not hold" in line["event"] for line in told)
+    (tmp_path / "node.toml").write_text(whole)
+    with capture_logs() as told:
+        tell_missing_settings(tmp_path)
+    assert not told
 
 
 def test_a_node_is_called_like_its_folder_as_far_as_names_go(tmp_path: Path) -> None:
