@@ -286,9 +286,17 @@ class Credentials:
                 why = f"{error.filename}: {error.strerror}"
             raise BadDataError(
                 f"the credentials in {directory} are damaged: {why}",
-                next_step="join again with 'atoll join INVITE'",
+                next_step=mended_by(directory),
             ) from error
         return credentials
+
+
+def mended_by(folder: Path) -> str:
+    """What to type where the credentials in a folder do not hold: its key and its work stay."""
+    name = shlex.quote(str(folder))
+    if (folder / COORDINATOR_FILE).is_file():
+        return f"'atoll coordinator start {name}' writes {LINK_FILE} anew, or says what to restore"
+    return f"join again with 'atoll join INVITE --dir {name}': its identity and its work stay"
 
 
 def _table(elsewhere: Address) -> tuple[str, ...]:
