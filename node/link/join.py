@@ -26,7 +26,7 @@ from protocol.errors import (
     UnavailableError,
     UsageError,
 )
-from protocol.files.durable import FolderLock, expanded, make_folder
+from protocol.files.durable import FolderLock, as_typed, expanded, make_folder
 from protocol.service.limits import COMMAND_PROCESSES, require_processes
 from protocol.terminal.query import StatusLink
 from protocol.trust.credentials import COORDINATOR_FILE, IDENTITY_FILE, LINK_FILE, Credentials
@@ -226,8 +226,8 @@ def _require_forgotten(known: Credentials, folder: Path, invite: Invite) -> None
 def _a_member(known: Credentials, folder: Path) -> CannotCreateError:
     return CannotCreateError(
         f"{folder} is a member of '{known.run_name}' ({known.endpoint}) already",
-        next_step=f"start it with 'atoll {_started_by(known)} start --dir {folder}', or join another "
-        "swarm with --dir OTHER",
+        next_step=f"start it with 'atoll {_started_by(known)} start --dir {as_typed(folder)}', or join "
+        "another swarm with --dir OTHER",
     )
 
 
