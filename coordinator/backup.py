@@ -20,6 +20,7 @@ from coordinator.store import Store
 from protocol.errors import AtollError, CannotCreateError, NoInputError, SystemRefusedError
 from protocol.files.durable import (
     LOCK_NAME,
+    as_typed,
     clear_unfinished,
     is_taken,
     unfinished_in,
@@ -85,7 +86,7 @@ def require_started(directory: Path) -> None:
     if not (directory / DATABASE_NAME).is_file():
         raise NoInputError(
             f"the coordinator of {directory} was never started: it has no {DATABASE_NAME} yet",
-            next_step=f"start it with 'atoll coordinator start {directory}'",
+            next_step=f"start it with 'atoll coordinator start {as_typed(directory)}'",
         )
 
 

@@ -15,11 +15,11 @@ import click
 
 from coordinator.new_run import init as new_run
 from protocol.errors import AtollError, NoInputError, UnavailableError, UsageError
-from protocol.files.durable import expanded
+from protocol.files.durable import as_typed, expanded
 from protocol.service.beside import ENDS_WITH_STDIN
 from protocol.service.unit import PRINT, SYSTEM, install_service
 from protocol.terminal import console
-from protocol.terminal.console import as_seconds
+from protocol.terminal.console import PathAtHome, as_seconds
 from protocol.terminal.lazy_group import WholeGroup
 
 if TYPE_CHECKING:
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from coordinator.backups import Failed, Made, Waits
     from protocol.v1.operator_pb2_grpc import OperatorServiceStub
 
-_FOLDER = click.Path(file_okay=False, path_type=Path)
-_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+_FOLDER = PathAtHome(file_okay=False, path_type=Path)
+_FILE = PathAtHome(exists=True, dir_okay=False, path_type=Path)
 _PORT = click.IntRange(0, 65535)
 
 _CONFIG_FILE = "coordinator.toml"
@@ -345,7 +345,7 @@ _PASSPHRASE_FD = click.option(
 @click.option(
     "--authority-key",
     metavar="FILE",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=PathAtHome(dir_okay=False, path_type=Path),
     help="Where the authority's key lies.  [default: ca.key in DIR]",
 )
 @_PASSPHRASE_FD
@@ -422,7 +422,7 @@ def operator_of(directory: Path | None) -> "Iterator[OperatorServiceStub]":
         if (home / _CONFIG_FILE).is_file():
             raise UnavailableError(
                 f"the coordinator of {home} was never started, so its port is not known",
-                next_step=f"start it with 'atoll coordinator start {home}'",
+                next_step=f"start it with 'atoll coordinator start {as_typed(home)}'",
             )
         raise NoInputError(
             f"{home} is not a coordinator's folder, and this command is the run owner's",

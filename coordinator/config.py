@@ -11,6 +11,7 @@ through.json      the relay that carries it, if any (coordinator.relay.line)
 atoll.db, lock    coordinator.store
 """
 
+import errno
 import json
 import socket
 import tomllib
@@ -29,6 +30,7 @@ from coordinator.presets.settling import Settled, settled_run_file, wants_settli
 from coordinator.relay.line import THROUGH_FILE
 from coordinator.swarm.state import Rules
 from protocol.errors import (
+    NEXT_STEP_FOR_REFUSAL,
     AtollError,
     BadDataError,
     CannotCreateError,
@@ -38,6 +40,7 @@ from protocol.errors import (
     UsageError,
 )
 from protocol.files.durable import (
+    as_typed,
     is_taken,
     read_secret,
     read_toml,
@@ -451,7 +454,7 @@ def require_free(directory: Path) -> None:
         raise CannotCreateError(
             f"{directory.absolute()} exists and is not empty",
             next_step="choose another folder, or, if it is a coordinator's, "
-            f"'atoll coordinator start {directory.absolute()}'",
+            f"'atoll coordinator start {as_typed(directory.absolute())}'",
         )
 
 
@@ -517,7 +520,7 @@ def advertised_host(host: str) -> str:
 
 
 def _load_config(path: Path) -> CoordinatorConfig:
-    values = read_toml(path, when_missing=f"run 'atoll init {path.parent}'")
+    values = read_toml(path, when_missing=f"run 'atoll init {as_typed(path.parent)}'")
     try:
         return CoordinatorConfig.model_validate(values)
     except ValidationError as error:
@@ -546,9 +549,10 @@ def _read(path: Path, by: Callable[[Path], bytes] = Path.read_bytes) -> bytes:
     try:
         return by(path)
     except OSError as error:
+        is_anothers = isinstance(error, PermissionError)
         raise NoInputError(
             f"{path} cannot be read: {error.strerror}",
-            next_step=_AFTER_LOSS,
+            next_step=NEXT_STEP_FOR_REFUSAL[errno.EACCES] if is_anothers else _AFTER_LOSS,
         ) from error
 
 

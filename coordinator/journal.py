@@ -19,6 +19,7 @@ from coordinator.swarm.state import RoundPhase, SwarmState, Verdict
 from coordinator.swarm.transition import Transition
 from coordinator.swarm.turn import name_of, names_of
 from protocol.errors import AtollError
+from protocol.files.durable import as_typed
 from protocol.trust.rulings import in_words
 from protocol.wire.messages import (
     CommitsWanted,
@@ -318,7 +319,11 @@ def log_copy(state: SwarmState, node_id: NodeId) -> None:
 
 def log_stopping(state: SwarmState, directory: Path) -> None:
     """Logs what becomes of the nodes when their coordinator is stopped."""
-    _log.info("stopping", what=farewell(state), next_step=f"'atoll coordinator start {directory}'")
+    _log.info(
+        "stopping",
+        what=farewell(state),
+        next_step=f"'atoll coordinator start {as_typed(directory)}'",
+    )
 
 
 def farewell(state: SwarmState) -> str:

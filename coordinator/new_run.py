@@ -15,6 +15,7 @@ from coordinator.presets.cost import CongestionControl
 from protocol.errors import AtollError, UsageError
 from protocol.files.durable import expanded
 from protocol.terminal import console
+from protocol.terminal.console import PathAtHome
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -42,8 +43,8 @@ _BESIDE_A_RUN_FILE = (
 )
 """What a run file says nothing of."""
 
-_FOLDER = click.Path(file_okay=False, path_type=Path)
-_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+_FOLDER = PathAtHome(file_okay=False, path_type=Path)
+_FILE = PathAtHome(exists=True, dir_okay=False, path_type=Path)
 _PORT = click.IntRange(0, 65535)
 
 
@@ -108,7 +109,7 @@ _PORT = click.IntRange(0, 65535)
 @click.option(
     "--tokenizer",
     metavar="PATH",
-    type=click.Path(),
+    type=PathAtHome(),
     help="What private data are made into tokens with.  [default: the one of --from; else bytes]",
 )
 @click.option(

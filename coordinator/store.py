@@ -48,6 +48,7 @@ from coordinator.swarm.state import (
 from coordinator.swarm.steering import with_rulings
 from coordinator.swarm.transition import initial_state
 from protocol.errors import ConfigError
+from protocol.files.durable import as_typed
 from protocol.run.amendments import AMENDABLE
 from protocol.run.run_spec import RunSpec
 from protocol.trust.rulings import SignedRuling, ruling_from_json
@@ -118,7 +119,7 @@ def keep_or_compare(database: Database, run: RunSpec, path: Path) -> None:
     raise ConfigError(
         f"{path} has changed since the run began: {named}{more}",
         next_step=f"{undone} of {path}, then start again{amend}; or start a new run with "
-        f"'atoll init NEWDIR --run {path}'",
+        f"'atoll init NEWDIR --run {as_typed(path)}'",
     )
 
 

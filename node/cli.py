@@ -21,7 +21,7 @@ from node.installed import HELPER, require_installed
 from protocol.errors import NotPermittedError
 from protocol.files.durable import FolderLock
 from protocol.service.unit import PRINT, SYSTEM, install_service
-from protocol.terminal.console import as_seconds, say
+from protocol.terminal.console import PathAtHome, as_seconds, say
 from protocol.terminal.lazy_group import WholeGroup
 from protocol.trust.credentials import Credentials, find_home
 from protocol.trust.pki import Role
@@ -31,7 +31,7 @@ _Command = TypeVar("_Command", bound=Callable[..., Any])
 DIRECTORY = click.option(
     "--dir",
     "folder",
-    type=click.Path(path_type=Path, file_okay=False),
+    type=PathAtHome(path_type=Path, file_okay=False),
     help="The node's folder. Default: $ATOLL_DIR, or the one in your home.",
 )
 
@@ -237,12 +237,12 @@ helper.add_command(_service_of(Role.HELPER))
 
 
 @node.command()
-@click.argument("token", type=click.Path(path_type=Path, dir_okay=False))
+@click.argument("token", type=PathAtHome(path_type=Path, dir_okay=False))
 @click.option("--name", help="What the leader calls this host. Default: its name.")
 @click.option("--device", default="auto", show_default=True, help="As for 'atoll node start'.")
 @click.option(
     "--checkpoints",
-    type=click.Path(path_type=Path, file_okay=False),
+    type=PathAtHome(path_type=Path, file_okay=False),
     help="Folder for this host's part of checkpoints. Default: inner-NAME, here.",
 )
 @click.option(
@@ -367,7 +367,7 @@ def snapshots(folder: Path | None, is_json: bool) -> None:
     "to",
     metavar="FOLDER",
     required=True,
-    type=click.Path(path_type=Path, file_okay=False),
+    type=PathAtHome(path_type=Path, file_okay=False),
     help="A new folder for the new run's file and weights.",
 )
 @click.option(
@@ -432,12 +432,12 @@ def _prints_to_standard_error() -> Iterator[None]:
 
 
 @node.command()
-@click.argument("directory", metavar="DIR", type=click.Path(path_type=Path, file_okay=False))
+@click.argument("directory", metavar="DIR", type=PathAtHome(path_type=Path, file_okay=False))
 @click.option(
     "--from",
     "source",
     metavar="FOLDER",
-    type=click.Path(path_type=Path, file_okay=False),
+    type=PathAtHome(path_type=Path, file_okay=False),
     help="The transformers folder that first weights are taken from, or the folder of its functions.",
 )
 @click.option("--force", is_flag=True, help="Make it anew, before the run's first start.")

@@ -484,12 +484,22 @@ def _refuse_viewers(folder: Path) -> None:
 
 
 def tell_missing_settings(folder: Path) -> None:
-    """Says that limits which a contributor may have set are gone with the file that 'atoll join' wrote."""
-    if not (folder / SETTINGS_FILE).is_file():
-        structlog.get_logger().warning(
+    """Says that limits which a contributor may have set are gone with the file that 'atoll join' wrote.
+
+    Half of it is as good TOML as the whole, and only its last line tells: 'atoll join' ends each.
+    """
+    log, path = structlog.get_logger(), folder / SETTINGS_FILE
+    if not path.is_file():
+        log.warning(
             "the file with this node's settings is not there: defaults hold, without limits",
-            path=str(folder / SETTINGS_FILE),
+            path=str(path),
             next_step="restore it; docs/reference.md has the keys",
+        )
+    elif not path.read_bytes().endswith(b"\n"):
+        log.warning(
+            "this node's settings end within a line, as if cut off: limits behind it do not hold",
+            path=str(path),
+            next_step="see whether all that you set is in it, and end its last line",
         )
 
 

@@ -13,7 +13,7 @@ import click
 from node.config import HISTORY_FILE, SNAPSHOTS_FOLDER, load_settings, require_node_folder
 from node.island.data.places import DataPlaces
 from protocol.errors import AtollError, BadDataError, IncompleteError, NoInputError
-from protocol.files.durable import write_atomically
+from protocol.files.durable import as_typed, write_atomically
 from protocol.run.run_files import run_from_json
 from protocol.run.run_spec import RunSpec
 from protocol.terminal import console
@@ -63,7 +63,8 @@ def _telling_damage(path: Path) -> Iterator[None]:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise BadDataError(
             f"{path} is damaged: {error!r}",
-            next_step=f"start the node, which writes it anew: 'atoll node start --dir {path.parent}'",
+            next_step="start the node, which writes it anew: "
+            f"'atoll node start --dir {as_typed(path.parent)}'",
         ) from error
 
 
@@ -174,7 +175,7 @@ def refuse_what_nobody_gives(folder: Path, over: "RunOver") -> None:
 def _nothing_yet(folder: Path) -> NoInputError:
     return NoInputError(
         f"the node in {folder} holds no committed state yet",
-        next_step=f"start it with 'atoll node start --dir {folder}' and wait for its first round",
+        next_step=f"start it with 'atoll node start --dir {as_typed(folder)}' and wait for its first round",
     )
 
 
@@ -242,7 +243,8 @@ def list_snapshots(folder: Path, *, is_json: bool) -> None:
         require_node_folder(folder)
         raise NoInputError(
             f"there is no snapshot in {folder / SNAPSHOTS_FOLDER} yet",
-            next_step=f"start the node with 'atoll node start --dir {folder}' and wait for its first round",
+            next_step=f"start the node with 'atoll node start --dir {as_typed(folder)}' and wait for its "
+            "first round",
         )
     try:
         with StatusLink(folder) as link:

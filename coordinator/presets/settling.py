@@ -24,7 +24,7 @@ from coordinator.presets.choosing import Plan, chosen
 from coordinator.presets.cost import CUBIC, CongestionControl, Situation
 from coordinator.presets.reasons import counted
 from protocol.errors import ConfigError
-from protocol.files.durable import TOML_ENCODING, read_toml
+from protocol.files.durable import TOML_ENCODING, as_typed, read_toml
 from protocol.run.models import Positive, Section
 from protocol.run.run_files import MADE_OF, description_beside, validated, validated_file
 from protocol.run.run_spec import RunSpec
@@ -409,7 +409,7 @@ def settled_run_file(path: Path, *, described_in: Path | None = None) -> Settled
 
     Its model's description lies in a folder of its own, or beside it. Raises NoInputError or ConfigError.
     """
-    tables = read_toml(path, when_missing=f"run 'atoll init {path.parent}'")
+    tables = read_toml(path, when_missing=f"run 'atoll init {as_typed(path.parent)}'")
     if wants_settling(tables):
         description = description_beside(described_in or path.parent) or {}
         description.pop(MADE_OF, None)

@@ -7,13 +7,13 @@ import click
 
 from protocol.errors import UsageError
 from protocol.service.unit import PRINT, SYSTEM, install_service
-from protocol.terminal.console import bits_per_second_of
+from protocol.terminal.console import PathAtHome, bits_per_second_of
 from protocol.terminal.lazy_group import WholeGroup
 
 DEFAULT_PORT = 7720
 DEFAULT_PORTS = "7700-7719"
 
-_FOLDER = click.Path(file_okay=False, path_type=Path)
+_FOLDER = PathAtHome(file_okay=False, path_type=Path)
 
 
 @click.group(cls=WholeGroup)
@@ -130,11 +130,12 @@ def service(directory: Path, options: tuple[str, ...], is_system: bool, prints: 
     Example: atoll relay install-service my-relay --print -- --advertise relay.example.org
     """
     from coordinator.relay.server import HELPER_SECONDS, STOP_SECONDS
-    from protocol.files.durable import FolderLock
+    from protocol.files.durable import FolderLock, as_typed
 
     if not directory.is_dir():
         raise UsageError(
-            f"there is no folder {directory}", next_step=f"'atoll relay start {directory}' first"
+            f"there is no folder {directory}",
+            next_step=f"'atoll relay start {as_typed(directory)}' first",
         )
     folder = directory.absolute()
     has_helper = any(option.partition("=")[0] == "--helper" for option in options)

@@ -19,6 +19,7 @@ from coordinator.relay.server import until_stopped
 from coordinator.relay.stream import CHUNK_BYTES, Connection, joined
 from coordinator.store import Store
 from protocol.errors import AtollError, NoInputError, SystemRefusedError, UsageError
+from protocol.files.durable import as_typed
 from protocol.service.limits import require_open_files
 from protocol.terminal.console import say
 from protocol.terminal.logging import start_logging
@@ -143,8 +144,8 @@ async def refuse_beside_the_moved(
         raise SystemRefusedError(
             f"this run's coordinator has moved to {endpoint_of(there.host, there.control_port)}, and "
             "answers there: two of them would part the run",
-            next_step=f"'atoll coordinator forward {home.directory}' carries nodes on from here; to come "
-            "back, stop the other one first",
+            next_step=f"'atoll coordinator forward {as_typed(home.directory)}' carries nodes on from here; "
+            "to come back, stop the other one first",
         )
 
 
@@ -172,7 +173,7 @@ async def run_forwarding(home: Home, config: CoordinatorConfig, *, log_json: boo
     if not (home.directory / DATABASE_NAME).is_file():
         raise NoInputError(
             f"the coordinator of {home.directory} was never started, so nobody knows its address",
-            next_step=f"'atoll coordinator start {home.directory}'",
+            next_step=f"'atoll coordinator start {as_typed(home.directory)}'",
         )
     store = Store.open(home.directory)
     try:

@@ -28,6 +28,7 @@ from protocol.errors import (
 )
 from protocol.run.run_files import load_run_file
 from protocol.terminal.console import (
+    PathAtHome,
     bytes_in_words,
     count_in_words,
     digest_in_words,
@@ -210,7 +211,7 @@ _FINAL_WAIT_SECONDS = 30.0  # for nodes to end once the run is finished
 @click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True)
 @click.option(
     "--out",
-    type=click.Path(path_type=Path),
+    type=PathAtHome(path_type=Path),
     help="A folder that does not exist yet. Default: atoll-demo, or the next free name.",
 )
 def demo(num_nodes: int, rounds: int, seed: int, out: Path | None) -> None:

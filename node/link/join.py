@@ -3,7 +3,9 @@
 import asyncio
 import contextlib
 import os
+import select
 import sys
+import termios
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,12 +26,12 @@ from protocol.errors import (
     UnavailableError,
     UsageError,
 )
-from protocol.files.durable import FolderLock, expanded, make_folder
+from protocol.files.durable import FolderLock, as_typed, expanded, make_folder
 from protocol.service.limits import COMMAND_PROCESSES, require_processes
 from protocol.terminal.query import StatusLink
 from protocol.trust.credentials import COORDINATOR_FILE, IDENTITY_FILE, LINK_FILE, Credentials
 from protocol.trust.identity import Identity
-from protocol.trust.invite import Invite
+from protocol.trust.invite import INVITE, Invite
 from protocol.trust.pki import Role, pin_of
 from protocol.trust.proxy import Proxy
 
@@ -37,6 +39,7 @@ INVITE_VARIABLE = "ATOLL_INVITE"
 
 _MAX_FILE_CHARACTERS = 1 << 16
 _LONGEST_ENDING = 8  # ".invite"
+_PASTING_SECONDS = 0.3  # within which the next line of one pasted text is there
 
 
 def read_invite(given: str | None) -> Invite:
@@ -49,7 +52,7 @@ def read_invite(given: str | None) -> Invite:
     if given is None:
         given = os.environ.get(INVITE_VARIABLE)
     if not given and sys.stdin.isatty():
-        given = click.prompt("The run owner's invite (it is not shown)", hide_input=True, err=True)
+        given = _asked()
     if not given:
         raise UsageError(
             f"no invite given and {INVITE_VARIABLE} is not set",
@@ -57,9 +60,33 @@ def read_invite(given: str | None) -> Invite:
         )
     if given == "-":
         given = _not_empty(sys.stdin.read(_MAX_FILE_CHARACTERS), "standard input")
-    elif not given.strip().startswith(("atoll1-", "atoll join")) and _is_file_name(given):
+    elif not INVITE.is_in(given) and _is_file_name(given):
         given = _not_empty(_content(expanded(given)), f"the file {given}")
     return Invite.decode(given.strip().removeprefix("atoll join").strip())
+
+
+def _asked() -> str:
+    """What a person pastes at a terminal, which does not show it: all lines, where a program broke it.
+
+    getpass would take the first line alone, and drop the others.
+    """
+    terminal, lines = sys.stdin.fileno(), ""
+    shown = termios.tcgetattr(terminal)
+    hidden = [*shown[:3], shown[3] & ~termios.ECHO, *shown[4:]]
+    try:
+        # What was typed before counts as well.
+        termios.tcsetattr(terminal, termios.TCSADRAIN, hidden)
+        while not lines.strip() or select.select([terminal], [], [], _PASTING_SECONDS)[0]:
+            if not lines.strip():
+                click.echo("The run owner's invite (it is not shown): ", nl=False, err=True)
+            typed = os.read(terminal, _MAX_FILE_CHARACTERS)
+            if not typed:  # Ctrl-D
+                break
+            lines += typed.decode(errors="replace")
+    finally:
+        termios.tcsetattr(terminal, termios.TCSADRAIN, shown)
+        click.echo(err=True)
+    return lines.strip()
 
 
 def _is_file_name(text: str) -> bool:
@@ -199,8 +226,8 @@ def _require_forgotten(known: Credentials, folder: Path, invite: Invite) -> None
 def _a_member(known: Credentials, folder: Path) -> CannotCreateError:
     return CannotCreateError(
         f"{folder} is a member of '{known.run_name}' ({known.endpoint}) already",
-        next_step=f"start it with 'atoll {_started_by(known)} start --dir {folder}', or join another "
-        "swarm with --dir OTHER",
+        next_step=f"start it with 'atoll {_started_by(known)} start --dir {as_typed(folder)}', or join "
+        "another swarm with --dir OTHER",
     )
 
 

@@ -12,7 +12,7 @@ from node.cli import DIRECTORY
 from node.installed import require_installed
 from protocol.errors import NoInputError, SystemRefusedError, UsageError
 from protocol.files.leftovers import TemporaryFolder, remove_leftovers, temporary_directory
-from protocol.terminal.console import printable
+from protocol.terminal.console import PathAtHome, printable
 from protocol.trust.credentials import find_home
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 TOKENIZER = click.option(
     "--tokenizer",
     metavar="PATH",
-    type=click.Path(path_type=Path),
+    type=PathAtHome(path_type=Path),
     help="A tokenizer.json, or a folder with one. Default: that of the run's tokens, or bytes.",
 )
 
@@ -41,7 +41,7 @@ BASE = click.option(
 
 
 @click.command()
-@click.argument("out", type=click.Path(path_type=Path))
+@click.argument("out", type=PathAtHome(path_type=Path))
 @DIRECTORY
 @ROUND
 @TOKENIZER
@@ -56,7 +56,7 @@ BASE = click.option(
 @click.option(
     "--code",
     metavar="FOLDER",
-    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    type=PathAtHome(path_type=Path, exists=True, file_okay=False),
     help="Add frozen values and running statistics, as batch norm's, by the run's functions in FOLDER, "
     "which are run.",
 )

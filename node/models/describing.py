@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from safetensors import SafetensorError
 
 from node.island.data.dataset import refuse_other_than_text, sizes_of_splits, text_files
@@ -33,7 +34,7 @@ from node.models.reading import (
     write_first,
 )
 from node.outer_state import Vector
-from protocol.errors import BadDataError, CannotCreateError, NoInputError, UsageError
+from protocol.errors import AtollError, BadDataError, CannotCreateError, NoInputError, UsageError
 from protocol.files.durable import refusal_to_write, write_atomically
 from protocol.run.models import (
     BYTES_VOCABULARY,
@@ -92,6 +93,8 @@ def describe_asked(folder: Path, source: Path | None, asked: Asked) -> dict[str,
         if _keeps_documents_apart(source, asked, notes):
             data["across_documents"] = False
         _look_at_ends_of_answers(source, asked, notes)
+    if data.get("private") and data["source"] == "tokens":
+        _look_at_ends_of_private_answers(source, asked.tokenizer, notes)
     has_samples = asked.data_function is not None or asked.loop
     if asked.by == "function" and not has_samples and asked.context is None:
         raise UsageError(
@@ -267,40 +270,92 @@ def _look_at_ends_of_answers(source: Path | None, asked: Asked, notes: list[str]
 
     tokens = Path(asked.data[0])
     manifest = read_manifest(tokens)
-    ends = frozenset[int]()
-    if source is not None:
-        told = read_settings(source)
-        ends = ends_in(told.get("generation_config", {}), told["config"])
-    if not ends and manifest.end_of_document is not None:
-        ends = frozenset({manifest.end_of_document})
     learned = learned_of_held_out(tokens, manifest)
-    if not ends or not (tokens / TOKENIZER).is_file() or not learned.any():
-        return
-    if any(learned[end] for end in ends if end < len(learned)):
+    if not (tokens / TOKENIZER).is_file() or not learned.any():
         return
     tokenizer = open_tokenizer(tokens / TOKENIZER)
-    stops = " or ".join(repr(tokenizer.id_to_token(end) or str(end)) for end in sorted(ends))
-    added: dict[int, Any] = tokenizer.get_added_tokens_decoder()
-    special = [token for token, each in added.items() if each.special and learned[token]]
-    if not special:
+    found = _end_that_is_learned(tokenizer, _ends_of(source, manifest.end_of_document), learned)
+    if found is None:
+        return
+    stops, name, ends = found
+    if name is None:
         notes.append(
             f"no answer in {tokens} ends with {stops}, after which the model writes no more, so it will "
             "write on after its answers: let the chat template write it after each answer, and prepare the "
             "conversations again"
         )
         return
-    usual = max(special, key=lambda token: learned[token])
-    name = added[usual].content
     mend = (
         f"prepare them with --end-of-document '{name}'"
         if source is None
-        else f'write "eos_token_id": {sorted({usual, *ends})} into {source / GENERATION_CONFIG}, and begin '
-        "anew"
+        else f'write "eos_token_id": {ends} into {source / GENERATION_CONFIG}, and begin anew'
     )
     notes.append(
         f"answers in {tokens} end with {name!r}, and the model writes until {stops}, so it will write on "
         f"after its answers: {mend}"
     )
+
+
+def _look_at_ends_of_private_answers(
+    source: Path | None, named: str | None, notes: list[str]
+) -> None:
+    """The same of data that are not here, by an answer that the tokenizer's chat template writes out."""
+    from node.island.data.records import Document
+    from node.island.data.tokenizing import FileTokenizer, open_tokenizer, tokenizer_files
+
+    path = tokenizer_files(Path(named) if named is not None else source or Path())[TOKENIZER]
+    asked = {"role": "user", "content": "hello"}, {"role": "assistant", "content": "hello"}
+    conversation = Document(text=b"", messages=asked, learned=(False, True), where="a conversation")
+    try:
+        tokenizer = FileTokenizer(path.parent)
+        ((answer, *_),) = tokenizer.encode([conversation])
+    except AtollError:
+        return  # without a chat template, or one that can be used, holders can have no conversations
+    assert answer.counted is not None  # of a conversation not all is learned
+    learned = np.bincount(answer.tokens[answer.counted], minlength=tokenizer.vocab_size)
+    ends = _ends_of(source, tokenizer.end_of_document)
+    found = _end_that_is_learned(open_tokenizer(path), ends, learned)
+    if found is None:
+        return
+    stops, name, both = found
+    if name is None:
+        mend = f"let the chat template beside {path} write it after each answer"
+    elif source is None:
+        mend = f'write "eos_token": "{name}" into {path.parent / "tokenizer_config.json"}'
+    else:
+        mend = f'write "eos_token_id": {both} into {source / GENERATION_CONFIG}'
+    notes.append(
+        f"where members' data are conversations, answers end with {name or 'no special token'!r} by the chat "
+        f"template beside {path}, and the model writes until {stops}, so it will write on after its answers: "
+        f"{mend}, and begin anew"
+    )
+
+
+def _ends_of(source: Path | None, end_of_document: int | None) -> frozenset[int]:
+    """The tokens after which the model writes no more."""
+    ends = frozenset[int]()
+    if source is not None:
+        told = read_settings(source)
+        ends = ends_in(told.get("generation_config", {}), told["config"])
+    return ends or frozenset(() if end_of_document is None else (end_of_document,))
+
+
+def _end_that_is_learned(
+    tokenizer: Any, ends: frozenset[int], learned: npt.NDArray[np.integer]
+) -> tuple[str, str | None, list[int]] | None:
+    """Where the model does not learn to write an end: its ends in words, what it does learn, and all of them.
+
+    `learned` is how often each token is. None where it learns one, or has none.
+    """
+    if not ends or any(learned[end] for end in ends if end < len(learned)):
+        return None
+    stops = " or ".join(repr(tokenizer.id_to_token(end) or str(end)) for end in sorted(ends))
+    added: dict[int, Any] = tokenizer.get_added_tokens_decoder()
+    special = [token for token, each in added.items() if each.special and learned[token]]
+    if not special:
+        return stops, None, sorted(ends)
+    usual = max(special, key=lambda token: learned[token])
+    return stops, added[usual].content, sorted({usual, *ends})
 
 
 def _as_packed(packed: int, asked: Asked, notes: list[str]) -> int:

@@ -5,6 +5,7 @@ import errno
 import fcntl
 import json
 import os
+import shlex
 import shutil
 import stat
 import tempfile
@@ -137,6 +138,11 @@ def expanded(path: Path | str) -> Path:
         raise NoInputError(
             f"{path}: no home folder of that user is known", next_step="write the path in full"
         ) from error
+
+
+def as_typed(path: Path | str) -> str:
+    """The path as a person types it behind a command: in quotes, where a shell would take it apart."""
+    return shlex.quote(str(path))
 
 
 def user_cache() -> Path | None:

@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from protocol.errors import ConfigError
-from protocol.files.durable import read_toml
+from protocol.files.durable import as_typed, read_toml
 from protocol.run.models import DecoderModel, first_problem
 from protocol.run.run_spec import DataSection, RunSpec
 
@@ -149,9 +149,10 @@ def _refuse_other_than_described(
         f"describes the model with {_as_toml(was)}",
         next_step="write it as it was; or describe the model anew: "
         + (
-            f"'atoll init NEWDIR --run {path} --from CODE', where a function makes it"
+            f"'atoll init NEWDIR --run {as_typed(path)} --from CODE', where a function makes it"
             if is_fork
-            else f"'atoll node describe {path.parent} --force --from FOLDER', with its weights or its code"
+            else f"'atoll node describe {as_typed(path.parent)} --force --from FOLDER', with its weights "
+            "or its code"
         ),
     )
 
@@ -174,7 +175,7 @@ def _as_toml(value: object) -> str:
 
 def load_run_file(path: Path) -> RunSpec:
     """Reads a run.toml; raises NoInputError or ConfigError."""
-    tables = read_toml(path, when_missing=f"run 'atoll init {path.parent}'")
+    tables = read_toml(path, when_missing=f"run 'atoll init {as_typed(path.parent)}'")
     return validated_file(tables, origin=str(path))
 
 
@@ -191,7 +192,7 @@ def description_beside(folder: Path) -> dict[str, Any] | None:
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(
             f"{path} cannot be read: {error}",
-            next_step=f"make it anew: 'atoll node describe {folder} --force'",
+            next_step=f"make it anew: 'atoll node describe {as_typed(folder)} --force'",
         ) from error
 
 
@@ -216,7 +217,7 @@ def load_run_folder(
         raise ConfigError(
             f'{folder / run_file}: a model with source = "{spec.model.source}" is known only once it was '
             f"built, and {path} is not there",
-            next_step=f"on a machine with torch: 'atoll node describe {folder}'",
+            next_step=f"on a machine with torch: 'atoll node describe {as_typed(folder)}'",
         )
     return spec
 

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, TextIO
 
 import click
 
-from protocol.errors import NEXT_STEP_FOR_REFUSAL, AtollError, ExitCode, UsageError
+from protocol.errors import NEXT_STEP_FOR_REFUSAL, AtollError, ExitCode, NoInputError, UsageError
+from protocol.files.durable import expanded
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -393,6 +394,32 @@ def rate_in_words(bits_per_second: float) -> str:
         if bits_per_second >= factor:
             return f"{bits_per_second / factor:.4g}{prefix}bit"
     return f"{bits_per_second:.4g}bit"
+
+
+class PathAtHome(click.Path):
+    """A path as it is typed, in which ~ is the home folder also where shells leave it: --dir=~/my-node.
+
+    Else a folder of the name ~ is made in the current one, and nobody finds what is in it.
+    """
+
+    def convert(
+        self,
+        value: "str | os.PathLike[str]",
+        param: click.Parameter | None,
+        ctx: click.Context | None,
+    ) -> "str | bytes | os.PathLike[str]":
+        """Raises NoInputError for a user that there is not, or what is another's; see click.Path."""
+        path = Path(value)
+        if str(path).startswith("~"):
+            path = expanded(path)
+        if self.readable and os.path.lexists(path) and not os.access(path, os.R_OK | os.F_OK):
+            with contextlib.suppress(FileNotFoundError):  # a link that leads nowhere is no refusal
+                path.stat()
+                raise NoInputError(
+                    f"{path} cannot be read: {os.strerror(errno.EACCES)}",
+                    next_step=NEXT_STEP_FOR_REFUSAL[errno.EACCES],
+                )
+        return super().convert(str(path), param, ctx)
 
 
 _UNIT_SECONDS = {"": 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}

@@ -16,6 +16,7 @@ import click
 
 from protocol.errors import NoInputError, UsageError
 from protocol.files.durable import old_of
+from protocol.terminal.console import PathAtHome
 from protocol.terminal.logging import KEPT_KEYS, LOGS_FOLDER
 from protocol.trust.credentials import find_home
 
@@ -180,9 +181,9 @@ def is_wanted(line: Line, *, begin: str, least_level: str) -> bool:
 
 
 @click.command()
-@click.argument("folder", metavar="[DIR]", type=click.Path(path_type=Path), required=False)
+@click.argument("folder", metavar="[DIR]", type=PathAtHome(path_type=Path), required=False)
 @click.option(
-    "--dir", "directory", metavar="DIR", type=click.Path(path_type=Path), help="The same."
+    "--dir", "directory", metavar="DIR", type=PathAtHome(path_type=Path), help="The same."
 )
 @click.option("-f", "--follow", "is_following", is_flag=True, help="Show new lines until Ctrl-C.")
 @click.option("--since", help="Only what is as new: 30s, 10m, 2h, 1d, or 2030-01-31T12:00.")

@@ -24,6 +24,7 @@ from protocol.errors import (
     UsageError,
 )
 from protocol.terminal import console
+from protocol.terminal.console import PathAtHome
 from protocol.terminal.lazy_group import Entry, LazyGroup, Sections
 
 if TYPE_CHECKING:
@@ -244,7 +245,7 @@ def _plain(field: Any, value: Any) -> object:
 dir_option = click.option(
     "--dir",
     "directory",
-    type=click.Path(path_type=Path, file_okay=False),
+    type=PathAtHome(path_type=Path, file_okay=False),
     help="Folder of the node or coordinator. Default: $ATOLL_DIR, else the current folder when it "
     "is one, else the folder that 'atoll join' made.",
 )

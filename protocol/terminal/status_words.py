@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean
 
+from protocol.files.durable import as_typed
 from protocol.terminal.console import (
     age_in_words,
     bytes_in_words,
@@ -184,7 +185,7 @@ def no_backup_in_words(directory: str = "DIR") -> str:
     """That nobody copies the coordinator's folder, and the command that does."""
     return (
         "none is made, and the run cannot go on without the coordinator's folder; "
-        f"'atoll coordinator backup {directory} TARGET --every 10m' makes them"
+        f"'atoll coordinator backup {as_typed(directory)} TARGET --every 10m' makes them"
     )
 
 

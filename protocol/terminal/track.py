@@ -17,7 +17,7 @@ import click
 
 from protocol.errors import BadDataError, UsageError
 from protocol.files.durable import refusing, write_atomically
-from protocol.terminal.console import printable
+from protocol.terminal.console import PathAtHome, printable
 from protocol.terminal.query import StatusLink, dir_option, watch_until_finished
 from protocol.terminal.sinks import (
     DEFAULT_ENDPOINT,
@@ -235,7 +235,7 @@ def note_of(out: Path, *, swarm_id: str, tool: str) -> Note:
 @click.option("--to", "tool", type=click.Choice(TOOLS), required=True, help="Where they go.")
 @click.option(
     "--out",
-    type=click.Path(path_type=Path, file_okay=False),
+    type=PathAtHome(path_type=Path, file_okay=False),
     help="Folder for its files. Default: the tool's name.",
 )
 @click.option(

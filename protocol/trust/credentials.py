@@ -25,6 +25,7 @@ from protocol.errors import (
 )
 from protocol.files.durable import (
     TOML_ENCODING,
+    as_typed,
     expanded,
     make_folder,
     read_secret,
@@ -247,8 +248,8 @@ class Credentials:
             if (directory / COORDINATOR_FILE).is_file():
                 raise NoInputError(
                     f"{directory} is a coordinator's folder, and its coordinator was never started",
-                    next_step=f"'atoll coordinator start {directory}'; a node has a folder of its own, "
-                    "which 'atoll join INVITE' makes",
+                    next_step=f"'atoll coordinator start {as_typed(directory)}'; a node has a folder of "
+                    "its own, which 'atoll join INVITE' makes",
                 )
             near = in_place_of(directory, LINK_FILE, COORDINATOR_FILE)
             raise NoInputError(
@@ -286,9 +287,17 @@ class Credentials:
                 why = f"{error.filename}: {error.strerror}"
             raise BadDataError(
                 f"the credentials in {directory} are damaged: {why}",
-                next_step="join again with 'atoll join INVITE'",
+                next_step=mended_by(directory),
             ) from error
         return credentials
+
+
+def mended_by(folder: Path) -> str:
+    """What to type where the credentials in a folder do not hold: its key and its work stay."""
+    name = as_typed(folder)
+    if (folder / COORDINATOR_FILE).is_file():
+        return f"'atoll coordinator start {name}' writes {LINK_FILE} anew, or says what to restore"
+    return f"join again with 'atoll join INVITE --dir {name}': its identity and its work stay"
 
 
 def _table(elsewhere: Address) -> tuple[str, ...]:

@@ -30,7 +30,7 @@ from protocol.errors import (
 )
 from protocol.files.durable import read_secret, write_atomically
 from protocol.files.leftovers import temporary_directory
-from protocol.trust.credentials import Credentials
+from protocol.trust.credentials import Credentials, mended_by
 from protocol.trust.invite import SECRET_BYTES, Invite, endpoint_of
 from protocol.trust.pki import Authority, is_coordinators, new_swarm_id, pin_of, server_name
 from protocol.trust.proxy import Proxy, ProxyRefusedError
@@ -243,7 +243,7 @@ class Diagnosis:
         except ssl.SSLError as error:  # our own, and nothing that was answered
             return CertificateRefusedError(
                 f"this member's certificate is not of its key ({error.reason})",
-                next_step="join again with 'atoll join INVITE'",
+                next_step=self._mended_by,
             )
         try:
             tls = context.wrap_socket(connection, server_hostname=server_name(swarm_id))
@@ -268,9 +268,14 @@ class Diagnosis:
                 if _is_welcome(tls)
                 else CertificateRefusedError(
                     f"the coordinator at {endpoint} refuses this certificate",
-                    next_step="join again with 'atoll join INVITE'",
+                    next_step=self._mended_by,
                 )
             )
+
+    @property
+    def _mended_by(self) -> str:
+        folder = self._credentials.folder
+        return "join again with 'atoll join INVITE'" if folder is None else mended_by(folder)
 
     def _is_another_in_its_place(self) -> bool:
         try:

@@ -110,7 +110,7 @@ class Identity:
                 return identity
         raise BadDataError(
             f"{path} ({len(content)} bytes) is not an identity, or is damaged",
-            next_step=f"restore {path} from a backup, or delete it and run 'atoll join INVITE'",
+            next_step="restore it from a backup; without it join again: 'atoll join INVITE --dir NEWDIR'",
         )
 
     def save(self, path: Path) -> None:

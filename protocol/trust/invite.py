@@ -7,9 +7,10 @@ members that know where the coordinator is: of each the public key (32), port (2
 """
 
 import base64
+import contextlib
 import ipaddress
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 import blake3
@@ -54,11 +55,42 @@ class Armour:
         sized = (2 + len(content) + _CHECK_BYTES).to_bytes(2) + content
         return self.prefix + _base32(sized + _check(sized))
 
+    def is_in(self, text: str) -> bool:
+        """Whether the text has the beginning of such a line in it, so that it names no file."""
+        return re.search(self._beginning + "[a-z2-7]{8}", text.lower()) is not None
+
     def decode(self, text: str) -> bytes:
         """The content of a line with spaces and line breaks anywhere in it, in either case.
 
-        Raises BadDataError that says whether it is no such line, is truncated, or is mistyped.
+        Quotes, the marks of mail and chat programs, a prompt and words around it do no harm: the check says
+        whether what is left is the line. Raises BadDataError that says whether it is no such line, is
+        truncated, or is mistyped.
         """
+        first, *others = self._readings(text)
+        try:
+            return self._content(first)
+        except BadDataError:
+            for reading in others:
+                with contextlib.suppress(BadDataError):
+                    return self._content(reading)
+            raise
+
+    @property
+    def _beginning(self) -> str:
+        """The prefix as a pattern, with any dash that a chat program makes of a hyphen."""
+        return re.escape(self.prefix.removesuffix("-")) + "[-\u2010-\u2015]"
+
+    def _readings(self, text: str) -> Iterator[str]:
+        """What the line may be: all from its prefix on, its first word, and what may occur in a line."""
+        found = re.search(self._beginning + "(.*)", text.lower(), re.DOTALL)
+        if found is None:
+            yield text
+            return
+        yield self.prefix + found[1]
+        yield self.prefix + re.sub("[^a-z2-7].*", "", found[1], flags=re.DOTALL)
+        yield self.prefix + re.sub("[^a-z2-7]", "", found[1])
+
+    def _content(self, text: str) -> bytes:
         squeezed, noun = "".join(text.split()).lower(), self.noun
         if not squeezed.startswith(self.prefix):
             if other := re.match(self.prefix.rstrip("-0123456789") + "[0-9]+(?=-)", squeezed):

@@ -110,6 +110,36 @@ def test_a_model_that_never_learns_to_stop_is_told_of(
     assert (asked_for if has_model else "--end-of-document '<|im_end|>'") in told
 
 
+@pytest.mark.parametrize("has_model", [True, False])
+def test_so_it_is_told_of_data_that_their_holders_keep(place: Path, has_model: bool) -> None:
+    """They are not here, so an answer that the chat template writes tells."""
+    folder = of_a_tokenizer_whose_turns_end_otherwise(place, f"private-{has_model}")
+    asked = (
+        Asked(by="decoder", private=True)
+        if has_model
+        else Asked(private=True, tokenizer=str(folder))
+    )
+
+    def notes() -> list[str]:
+        run = place / f"run-{len(list(place.glob('run-*')))}"
+        run.mkdir()
+        told: list[str] = describe_asked(run, folder if has_model else None, asked)["notes"]
+        return [note for note in told if "write on after its answers" in note]
+
+    [told] = notes()
+    assert f"end with '<|im_end|>' by the chat template beside {folder}" in told
+    assert f"the model writes until {OTHER_END!r}" in told
+    if has_model:
+        assert f'"eos_token_id": [0, 2] into {folder}/generation_config.json' in told
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, 2]}))
+    else:
+        assert f'"eos_token": "<|im_end|>" into {folder}/tokenizer_config.json' in told
+        (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
+    assert not notes()
+    (folder / "chat_template.jinja").unlink()
+    assert not notes()
+
+
 def test_what_is_advised_ends_answers(place: Path) -> None:
     folder = of_a_tokenizer_whose_turns_end_otherwise(place, "mended")
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, 2]}))

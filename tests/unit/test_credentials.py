@@ -111,11 +111,19 @@ def test_files_that_do_not_belong_together_are_called_damaged(tmp_path: Path) ->
         replace(credentials, key_pem=b"nonsense"),
     ):
         mixture.save(tmp_path)
-        with pytest.raises(BadDataError, match=r"damaged.*join again"):
+        with pytest.raises(BadDataError, match=r"damaged.*join again.*its work stay") as told:
             Credentials.load(tmp_path)
+        assert f"'atoll join INVITE --dir {tmp_path}'" in str(told.value), (
+            "not the folder in the home"
+        )
     credentials.save(tmp_path)
     (tmp_path / "client.pem").unlink()
     with pytest.raises(BadDataError, match=r"damaged.*client\.pem"):
+        Credentials.load(tmp_path)
+    (tmp_path / "coordinator.toml").touch()
+    with pytest.raises(
+        BadDataError, match=r"damaged.*'atoll coordinator start .*' writes link.toml anew"
+    ):
         Credentials.load(tmp_path)
 
 

@@ -105,6 +105,55 @@ def test_an_invite_survives_mail_and_terminals() -> None:
     assert Invite.decode(TEXT.upper()) == INVITE
 
 
+@pytest.mark.parametrize(
+    "around",
+    [
+        *(
+            "'{}'",
+            '"{}"',
+            "“{}”",
+            "‘{}’.",
+            "`{}`",
+            "```\n{}\n```",
+            "<{}>",
+            "*{}*",
+            "__{}__",
+            "({}),",
+        ),
+        *(
+            "> {}",
+            "$ atoll join {}",
+            "'atoll join {}'",
+            "https://chat.example/{}",
+            "{}\u200b",
+            "\ufeff{}",
+        ),
+        *("\x1b[200~{}\x1b[201~", "Hey, here it is: {}. Have fun!", "Here it is: {} Have fun!"),
+    ],
+)
+def test_what_a_chat_program_or_a_prompt_puts_around_an_invite_does_no_harm(around: str) -> None:
+    assert Invite.decode(around.format(TEXT)) == INVITE
+    assert INVITE_ARMOUR.is_in(around.format(TEXT))
+    with pytest.raises(BadDataError, match=r"truncated|occurs in none"):
+        Invite.decode(around.format(TEXT[:-1]))
+
+
+@pytest.mark.parametrize("between", ["\\\n", "\n> ", "-\n", "\u200b", "\u00ad", "\n| ", "…\n"])
+def test_what_stands_where_an_invite_was_broken_does_no_harm(between: str) -> None:
+    for place in (10, len(TEXT) // 2, len(TEXT) - 1):
+        assert Invite.decode(TEXT[:place] + between + TEXT[place:]) == INVITE
+
+
+@pytest.mark.parametrize("dash", "‐‑‒–—")
+def test_a_hyphen_that_became_a_dash_is_read_as_one(dash: str) -> None:
+    assert Invite.decode(TEXT.replace("-", dash)) == INVITE
+
+
+@pytest.mark.parametrize("name", ["atoll1-invite.txt", "~/atoll1-my-run", "invites/atoll1"])
+def test_a_file_may_begin_as_an_invite_does(name: str) -> None:
+    assert not INVITE_ARMOUR.is_in(name)
+
+
 def test_every_mistyped_character_is_noticed() -> None:
     for place in range(len("atoll1-"), len(TEXT)):
         mistyped = TEXT[:place] + ("a" if TEXT[place] != "a" else "b") + TEXT[place + 1 :]

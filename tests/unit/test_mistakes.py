@@ -1,17 +1,22 @@
 """What a person types wrong is told in a sentence, with what to type instead."""
 
+import errno
+import os
+import re
 import shutil
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import click
 import pytest
 from structlog.testing import capture_logs
 
 from coordinator import config
 from coordinator.config import CONFIG_FILE
-from node.config import load_settings, require_node_folder, tell_missing_settings
+from node.config import TEMPLATE, load_settings, require_node_folder, tell_missing_settings
 from node.island.data.dataset import _read as read_text
 from node.island.data.dataset import text_files
 from node.link.join import read_invite
@@ -83,6 +88,94 @@ def test_a_second_run_on_a_machine_has_ports_of_its_own(
 def test_a_file_with_an_invite_that_is_not_there_is_missed_as_a_file(name: str) -> None:
     with pytest.raises(NoInputError, match="there is no file"):
         read_invite(name)
+
+
+def test_a_tilde_that_no_shell_replaced_is_the_home_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in --dir=~/my-node, which bash hands over as it stands: a folder of the name ~ was made."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert typed(["init", "~/my-run"], capsys)[0] == ExitCode.OK
+    assert (tmp_path / "my-run" / CONFIG_FILE).is_file()
+    for option in ("--dir=~/none", "--dir=~/none/"):
+        code, said = typed(["status", option], capsys)
+        assert code == ExitCode.NO_INPUT and f"no swarm joined in {tmp_path / 'none'}" in said
+    code, said = typed(["status", "--dir=~nobody-of-that-name/x"], capsys)
+    assert code == ExitCode.NO_INPUT and "no home folder of that user" in said
+    assert not list((tmp_path / "here").iterdir())
+
+
+def test_a_folder_of_another_user_is_told_as_such_and_not_as_a_wrong_option(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "broken").symlink_to("nowhere")
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # as root, all may be read
+    for words in (["status", "--dir"], ["node", "start", "--dir"], ["coordinator", "start"]):
+        code, said = typed([*words, str(tmp_path)], capsys)
+        assert code == ExitCode.NO_INPUT
+        assert f"{tmp_path} cannot be read: Permission denied" in said
+        assert "run as the user whose it is" in said
+    code, said = typed(["status", "--dir", str(tmp_path / "broken")], capsys)
+    assert "cannot be read" not in said
+
+
+def test_a_key_of_another_user_is_not_taken_for_lost(
+    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path) -> bytes:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(config, "read_secret", refuse)
+    code, said = typed(["coordinator", "start", str(runs / "run")], capsys)
+    assert code == ExitCode.NO_INPUT and ".key cannot be read: Permission denied" in said
+    assert "run as the user whose it is" in said and "backup" not in said
+
+
+def every_parameter(command: click.Command) -> Iterator[tuple[str, click.Parameter]]:
+    for parameter in command.params:
+        yield f"{command.name} {parameter.name}", parameter
+    if isinstance(command, click.Group):
+        with click.Context(command) as context:
+            for name in command.list_commands(context):
+                found = command.get_command(context, name)
+                assert found is not None
+                yield from every_parameter(found)
+
+
+def test_every_path_that_a_command_takes_may_begin_at_the_home_folder() -> None:
+    paths = {
+        name: parameter.type
+        for name, parameter in every_parameter(cli.root)
+        if isinstance(parameter.type, click.Path)
+    }
+    assert len(paths) > 30
+    assert not [name for name, kind in paths.items() if not isinstance(kind, console.PathAtHome)]
+
+
+A_PATH_IN_A_COMMAND = re.compile(
+    r"'atoll [^'\"]*\{(?!as_typed|shlex)[a-z_.()]*(folder|home|directory|path|target|destination)[a-z_.()]*\}"
+)
+
+
+def test_paths_in_commands_to_type_are_as_a_shell_takes_them(tmp_path: Path) -> None:
+    sources = [
+        file for room in ("node", "coordinator", "protocol") for file in Path(room).rglob("*.py")
+    ]
+    assert len(sources) > 300
+    bare = [
+        f"{file}: {m.group()}"
+        for file in sources
+        if (m := A_PATH_IN_A_COMMAND.search(file.read_text()))
+    ]
+    assert not bare
+    folder = tmp_path / "mein Lauf"
+    folder.mkdir()
+    (folder / CONFIG_FILE).touch()
+    with pytest.raises(NoInputError) as told:
+        Credentials.load(folder)
+    assert f"'atoll coordinator start '{folder}''" in str(told.value)
 
 
 def test_a_folder_that_is_given_the_other_way_is_named_the_right_way(
@@ -240,10 +333,24 @@ def test_what_a_node_may_do_does_not_fall_away_with_its_file(
 def test_a_node_whose_settings_are_gone_says_that_no_limits_hold(tmp_path: Path) -> None:
     with capture_logs() as told:
         tell_missing_settings(tmp_path)
-        (tmp_path / "node.toml").write_text("name = 'a'")
+        (tmp_path / "node.toml").write_text("name = 'a'\n")
         tell_missing_settings(tmp_path)
     (line,) = told
     assert "without limits" in line["event"] and line["path"] == str(tmp_path / "node.toml")
+
+
+def test_a_node_whose_settings_are_cut_off_says_that_limits_may_be_gone(tmp_path: Path) -> None:
+    whole = TEMPLATE
+    for length in range(1, len(whole) + 1, 97):
+        (tmp_path / "node.toml").write_text(whole[:length])
+        with capture_logs() as told:
+            tell_missing_settings(tmp_path)
+        assert len(told) == (not whole[:length].endswith("\n"))
+        assert all("limits behind it do not hold" in line["event"] for line in told)
+    (tmp_path / "node.toml").write_text(whole)
+    with capture_logs() as told:
+        tell_missing_settings(tmp_path)
+    assert not told
 
 
 def test_a_node_is_called_like_its_folder_as_far_as_names_go(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import click
 from node.installed import READING, require_installed
 from protocol.errors import UsageError
 from protocol.terminal import console
+from protocol.terminal.console import PathAtHome
 
 if TYPE_CHECKING:
     from node.island.data.foreign import Adopted
@@ -50,11 +51,11 @@ def _share_or_files(held_out: tuple[str, ...]) -> tuple[float, tuple[str, ...]]:
 @click.command()
 @click.argument("inputs", nargs=-1, required=True, metavar="INPUT…")
 @click.option(
-    "--out", required=True, type=click.Path(path_type=Path), help="The folder that is made."
+    "--out", required=True, type=PathAtHome(path_type=Path), help="The folder that is made."
 )
 @click.option(
     "--tokenizer",
-    type=click.Path(path_type=Path),
+    type=PathAtHome(path_type=Path),
     help="A tokenizer.json, or a folder of transformers with one. Default: bytes.",
 )
 @click.option(
@@ -342,7 +343,7 @@ def _tell(out: Path, manifest: "Manifest", *, num_empty: int = 0, num_cut: int =
 
 
 @click.command()
-@click.argument("folder", type=click.Path(path_type=Path))
+@click.argument("folder", type=PathAtHome(path_type=Path))
 def check(folder: Path) -> None:
     """Read a folder of tokens and compare all digests with its manifest.
 

@@ -5,7 +5,7 @@ keeps are counted on shapes alone, where the model allows it.
 """
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import structlog
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -273,7 +274,7 @@ def _counted(
 
     try:
         on_shapes = tree_map(lambda each: each.to("meta"), batch)
-        with FlopCounterMode(display=False) as counter:
+        with FlopCounterMode(display=False) as counter, _EachRowByOneExpert():
             with saved_tensors_hooks(keep, lambda tensor: tensor):
                 result = loss(on_shapes)
             result.backward()  # type: ignore[no-untyped-call]  # torch declares no types
@@ -302,6 +303,27 @@ def _counted(
     num_bytes = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
     num_samples = len(tree_flatten(batch)[0][0])
     return counter.get_total_flops() // num_samples, num_bytes // num_samples
+
+
+class _EachRowByOneExpert(TorchFunctionMode):
+    """Lets rows that go to experts be counted on shapes: each is multiplied by one expert's matrix.
+
+    torch's grouped product takes nothing but bf16 where there are no values, and which rows go to which
+    expert is a value. The operations and the sizes are the same whichever it is.
+    """
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func in (torch.nn.functional.grouped_mm, torch._grouped_mm):
+            rows, experts = args[:2]
+            if rows.ndim == 2 and experts.ndim == 3:
+                return rows @ experts[0]
+        return func(*args, **(kwargs or {}))
 
 
 def _memory_of(tensor: Tensor) -> int:
