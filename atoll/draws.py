@@ -46,9 +46,10 @@ def _loaders_begin_anew(seed: int) -> Iterator[None]:
     that is in the midst of it, in an order that all nodes draw alike. Generators that loaders were given draw
     alike too, and then go on as if nothing had been drawn.
     """
-    # By its type, for proxies answer for others.
-    loaders = [each for each in gc.get_objects() if issubclass(type(each), DataLoader)]
-    kept = [(each, vars(each).get("_iterator")) for each in loaders]
+    # By its type, for proxies answer for others; accelerate's have another one within that has the iterator.
+    found = [each for each in gc.get_objects() if issubclass(type(each), DataLoader)]
+    loaders = [each for each in found if "_iterator" in vars(each)]
+    kept = [(each, each._iterator) for each in loaders]
     drawers = {id(each): each for loader in loaders for each in _generators_of(loader)}.values()
     drawn = [(each, each.get_state()) for each in drawers]
     for loader in loaders:

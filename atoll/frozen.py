@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from atoll.errors import ModelMismatchError
 from atoll.running_statistics import STATISTICS
-from atoll.weights import spellings
+from atoll.weights import scalings_of, spellings
 
 _ROUNDED = {1: 2**-4, 2: 2**-7}
 """How far values of types of so many bytes may be from the run's, relatively; wider ones as those of two."""
@@ -88,6 +88,8 @@ def digest_of_the_rest(model: nn.Module, few: Mapping[str, Sequence[float]]) -> 
 def software_of(model: nn.Module, few: Mapping[str, Sequence[float]]) -> str:
     """What decides what a loop computes of a sample, in words that are equal where it is the same."""
     found = f"a loop with torch {'.'.join(torch.__version__.split('.')[:2])}"
+    if scalings := sorted({f"{scaling:g}" for *_, scaling in scalings_of(model)}):
+        found += f", adapters scaled by {', '.join(scalings[:4])}"  # no shape shows that
     rest = digest_of_the_rest(model, few)
     return f"{found} and the frozen values {rest}" if rest else found
 

@@ -78,11 +78,16 @@ class Optimizers:
         return bool(self._given)
 
     def keep_any_of(self, weights: Iterable[Tensor]) -> bool:
-        """Whether some state has values for each value of a weight, as moments are."""
+        """Whether some state has values for each value of a weight, as moments are.
+
+        Not one that has seen no step: Adagrad makes its own as it is made.
+        """
         return any(
-            value.shape == weight.shape and value.ndim > 0
+            isinstance(value, Tensor) and value.shape == weight.shape and value.ndim > 0
             for weight in weights
-            for _, value in self._state_of(weight)
+            for each in self._all()
+            if isinstance(state := each.state.get(weight), Mapping) and not _is_new(state)
+            for value in state.values()
         )
 
     def step_matrices_at(self, rate: float, weights: Iterable[Tensor]) -> bool:
@@ -184,6 +189,13 @@ class Optimizers:
                 )
             found += [parameter for group in each.param_groups for parameter in group["params"]]
         return found
+
+
+def _is_new(state: Mapping[Any, Any]) -> bool:
+    """Whether it counts its steps, and has counted none."""
+    steps = state.get("step")
+    is_count = isinstance(steps, (int, float)) or (isinstance(steps, Tensor) and steps.numel() == 1)
+    return is_count and not steps
 
 
 def _with_wrapped(optimizers: Iterable[Any]) -> list[Any]:

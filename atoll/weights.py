@@ -359,17 +359,22 @@ def check_scaling(model: nn.Module, scaling: float | None) -> None:
 
     No shape shows that: nodes would train the same adapters for different models. None: no such run.
     """
+    for name, adapter, found in scalings_of(model):
+        if scaling is not None and not math.isclose(found, scaling, rel_tol=1e-6):
+            raise ModelMismatchError(
+                f"the adapter {adapter!r} of {canonical(name)} is scaled by {found:g}, and the run's by "
+                f"{scaling:g}, which is alpha / rank of its [lora]",
+                next_step="give LoraConfig the run's lora_alpha, and leave use_rslora out",
+            )
+
+
+def scalings_of(model: nn.Module) -> Iterator[tuple[str, str, float]]:
+    """Modules with adapters of peft, each adapter, and by what it is scaled."""
     for name, module in model.named_modules():
         own = getattr(module, "scaling", None)
-        if scaling is None or not isinstance(own, dict) or not hasattr(module, "lora_A"):
-            continue
-        for adapter, found in own.items():
-            if not math.isclose(found, scaling, rel_tol=1e-6):
-                raise ModelMismatchError(
-                    f"the adapter {adapter!r} of {canonical(name)} is scaled by {found:g}, and the run's by "
-                    f"{scaling:g}, which is alpha / rank of its [lora]",
-                    next_step="give LoraConfig the run's lora_alpha, and leave use_rslora out",
-                )
+        if isinstance(own, dict) and hasattr(module, "lora_A"):
+            for adapter, scaling in own.items():
+                yield name, adapter, scaling
 
 
 def tensors_of(model: nn.Module, places: Iterable[Place]) -> dict[str, Tensor]:

@@ -199,7 +199,7 @@ class _Case:
         told = self.given.get(("exchange", "overlap"), "blend")
         may_blend = self.setting.has_overlap and told == "blend" and self.is_late
         has_gained = self.situation.inner_optimizer == BLENDS and self.is_dense
-        return may_blend and self.is_often and has_gained
+        return may_blend and has_gained and self.setting.interval <= OFTEN_STEPS
 
     def holds_on(self, momentum: float) -> bool:
         """Whether ranks hold on to half of their own weights where they take results over: see FEW_NODES."""

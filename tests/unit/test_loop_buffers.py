@@ -5,6 +5,7 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
+import accelerate  # type: ignore[import-untyped]  # it has no types
 import pytest
 import torch
 from torch import nn
@@ -119,9 +120,10 @@ def test_a_generator_that_the_loop_s_loader_was_given_draws_alike_for_statistics
         assert torch.equal(each, found[0]), "at all times and on all nodes"
 
 
+@pytest.mark.parametrize("by", ["torch", "accelerate"])
 @pytest.mark.parametrize("is_read_before", [False, True])
 def test_a_loop_reads_on_by_its_loader_where_statistics_read_by_the_same_persistent_workers(
-    is_read_before: bool,
+    is_read_before: bool, by: str
 ) -> None:
     orders, found = [], []
     data = TensorDataset(torch.randn(24, 3, 2, 2, generator=torch.Generator().manual_seed(1)))
@@ -130,6 +132,8 @@ def test_a_loop_reads_on_by_its_loader_where_statistics_read_by_the_same_persist
         loader = DataLoader(
             data, batch_size=1, shuffle=True, num_workers=1, persistent_workers=True
         )
+        if by == "accelerate":
+            loader = accelerate.data_loader.prepare_data_loader(loader)
 
         def see_some(norm: nn.Module = norm, loader: Any = loader) -> None:
             for (batch,) in itertools.islice(loader, 4):

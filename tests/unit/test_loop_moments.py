@@ -64,6 +64,8 @@ MAKES: dict[str, Make] = {
     "AdamW, fused": lambda model: adamw(model, fused=True),
     "NAdam": lambda model: torch.optim.NAdam(model.parameters(), lr=0.01),
     "Adafactor": lambda model: torch.optim.Adafactor(model.parameters(), lr=0.01),
+    "Adagrad": lambda model: torch.optim.Adagrad(model.parameters(), lr=0.05),
+    "RMSprop": lambda model: torch.optim.RMSprop(model.parameters(), lr=0.01, momentum=0.5),
     "ASGD": lambda model: torch.optim.ASGD(model.parameters(), lr=0.01),
     "Lookahead": lambda model: Lookahead(model.parameters()),
     "schedule-free": lambda model: ScheduleFree(model.parameters()),

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 import atoll
@@ -505,6 +506,22 @@ def test_loops_compare_with_each_other_what_the_run_cannot() -> None:
     changed = quantised(1)
     changed.get_buffer("codes")[3] = 9
     assert told != software_of(changed, few)
+
+
+def test_loops_whose_adapters_are_scaled_otherwise_are_told_apart_where_the_run_knows_none() -> (
+    None
+):
+    """As those of a function's model, of which the run knows shapes."""
+
+    def adapted(alpha: int) -> nn.Module:
+        body: Any = head_on_a_body(3)
+        return get_peft_model(body, LoraConfig(r=2, lora_alpha=alpha, target_modules=["first"]))
+
+    told = software_of(adapted(4), {})
+    assert ", adapters scaled by 2 and the frozen values" in told
+    assert told == software_of(adapted(4), {}) != software_of(adapted(8), {})
+    assert "scaled by 4" in software_of(adapted(8), {})
+    assert "adapters" not in software_of(head_on_a_body(3), {})
 
 
 def test_of_many_frozen_parameters_all_have_sums_and_none_that_json_cannot_hold() -> None:

@@ -84,25 +84,27 @@ def test_a_short_run_over_a_fast_link_exchanges_often_and_takes_the_plain_mean()
     assert said in why(plan, "steps") and "gains less than 0.2 %" in why(plan, "steps")
 
 
-def test_late_results_of_frequent_exchanges_are_blended_for_adamw_with_the_momentum_that_wants() -> (
-    None
-):
-    race = RACES[5]
-    whole_every_four = {("exchange", "fragments"): 1, ("inner", "steps"): 4}
+@pytest.mark.parametrize(("ratio", "num_nodes", "steps"), [(5, 2, 4), (5, 4, 4), (50, 4, 12)])
+def test_late_results_of_frequent_exchanges_are_blended_for_adamw_with_the_momentum_that_wants(
+    ratio: int, num_nodes: int, steps: int
+) -> None:
+    whole: Given = {("exchange", "fragments"): 1, ("inner", "steps"): steps}
     plan, of_muon = (
-        chosen(race.situation(optimizer), whole_every_four) for optimizer in ("adamw", "muon")
+        chosen(replace(RACES[ratio].situation(optimizer), num_nodes=num_nodes), whole)
+        for optimizer in ("adamw", "muon")
     )
     assert plan.setting == of_muon.setting and plan.setting.interval <= OFTEN_STEPS
     assert plan.setting.has_overlap and 2 * plan.prediction.late_steps >= plan.setting.interval
     assert (plan.overlap, of_muon.overlap) == ("blend", "keep")
-    steps = [
+    taken, of_muons = (
         tuple(value(each, f"outer.{key}") for key in ("learning_rate", "momentum"))
         for each in (plan, of_muon)
-    ]
-    assert steps == [(0.7, 0.6), (1.0, 0.0)]
+    )
+    own = (1.0, 0.0) if steps <= often_steps(num_nodes) else (0.7, 0.6)
+    assert (taken, of_muons) == ((0.7, 0.6), own)
     assert "AdamW" in why(plan, "blend") and "AdamW" in why(plan, "momentum")
-    asked = chosen(race.situation("adamw"), whole_every_four | {("exchange", "overlap"): "keep"})
-    assert value(asked, "outer.momentum") == 0.0, "what is given stays, and gets its own step"
+    asked = chosen(plan.situation, whole | {("exchange", "overlap"): "keep"})
+    assert value(asked, "outer.momentum") == own[1], "what is given stays, and gets its own step"
 
 
 @pytest.mark.parametrize("ratio", RACES)
