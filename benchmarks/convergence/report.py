@@ -116,7 +116,9 @@ def _points_of(part: str, lines: Sequence[dict[str, Any]]) -> Iterator[Point]:
     lines = [line for line in lines if line["part"] == part]
     baseline: dict[int, float] = {}
     for line in lines:
-        if line["setting"].startswith(DATA_PARALLEL):  # the better of its rates, where it has several
+        if line["setting"].startswith(
+            DATA_PARALLEL
+        ):  # the better of its rates, where it has several
             baseline[line["seed"]] = min(line["loss"], baseline.get(line["seed"], math.inf))
     for setting in (name for name in steps if not name.startswith(DATA_PARALLEL)):
         runs = [run for run in lines if run["setting"] == setting and run["seed"] in baseline]

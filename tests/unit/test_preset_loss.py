@@ -103,7 +103,7 @@ def test_late_results_of_frequent_exchanges_are_blended_for_adamw_with_the_momen
     own = (1.0, 0.0) if steps <= often_steps(num_nodes) else (0.7, 0.6)
     assert (taken, of_muons) == ((0.7, 0.6), own)
     assert "AdamW" in why(plan, "blend") and "AdamW" in why(plan, "momentum")
-    asked = chosen(plan.situation, whole | {("exchange", "overlap"): "keep"})
+    asked = chosen(plan.situation, {**whole, ("exchange", "overlap"): "keep"})
     assert value(asked, "outer.momentum") == own[1], "what is given stays, and gets its own step"
 
 
