@@ -115,10 +115,8 @@ def _points_of(part: str, lines: Sequence[dict[str, Any]]) -> Iterator[Point]:
     steps = {setting.name: setting.tables["inner"]["steps"] for setting in PARTS[part]()}
     lines = [line for line in lines if line["part"] == part]
     baseline: dict[int, float] = {}
-    for line in lines:
-        if line["setting"].startswith(
-            DATA_PARALLEL
-        ):  # the better of its rates, where it has several
+    for line in lines:  # the better of data parallelism's rates, where it has several
+        if line["setting"].startswith(DATA_PARALLEL):
             baseline[line["seed"]] = min(line["loss"], baseline.get(line["seed"], math.inf))
     for setting in (name for name in steps if not name.startswith(DATA_PARALLEL)):
         runs = [run for run in lines if run["setting"] == setting and run["seed"] in baseline]
