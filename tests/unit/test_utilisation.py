@@ -1,7 +1,11 @@
 """What the formula counts is what torch counts; a peak is known by name or not at all."""
 
+import copy
+from pathlib import Path
+
 import pytest
 import torch
+from structlog.testing import capture_logs
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -13,10 +17,12 @@ from node.island.measuring import (
     peak_of,
 )
 from node.island.models.decoder_modules import Decoder, Objective
+from node.island.models.describing import describe
 from node.island.parallel.mesh import Mesh
 from node.island.parallel.mesh_shape import MeshShape
-from protocol.run.models import DecoderModel
+from protocol.run.models import DecoderModel, TransformersModel
 from protocol.run.run_spec import RunSpec
+from tests.transformers_configs import CONFIGS
 
 CPU = torch.device("cpu")
 
@@ -131,3 +137,20 @@ def test_an_island_has_a_peak_when_all_its_ranks_have(monkeypatch: pytest.Monkey
     one = measured(gpu, torch.bfloat16, OfTwo(peak=0.0, memory=5_000))
     assert one.peak_flops_per_second is None
     assert one.peak_memory_bytes == 7_000
+
+
+def test_operations_of_experts_are_of_those_that_a_token_goes_to(tmp_path: Path) -> None:
+    """Which ones is a value, and how many is known on shapes."""
+    spec = RunSpec(model=TransformersModel(source="transformers", context=16))
+    flops = []
+    for routed in (1, 2):
+        config = copy.deepcopy(CONFIGS["mixtral"])
+        config.num_experts_per_tok = routed
+        config.save_pretrained(tmp_path / str(routed))
+        with capture_logs() as told:
+            described = describe(spec, tmp_path / str(routed))
+        assert not [line for line in told if "estimated" in line["event"]]
+        assert described.flops_per_token is not None and described.activation_bytes
+        flops.append(described.flops_per_token)
+    matrices_of_an_expert, num_layers = 3 * 24 * 32, 2
+    assert flops[1] - flops[0] == 6 * num_layers * matrices_of_an_expert
