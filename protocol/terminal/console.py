@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 DEBUG_VARIABLE = "ATOLL_DEBUG"
 """Set to 1, it adds the traceback to every error."""
 
+_SECRETS = re.compile("(atoll(?:-relay)?[0-9]+-[a-z2-7]{4})[a-z2-7]{8,}", re.IGNORECASE)
+"""Invites and relay lines in what was typed: an error is read over shoulders, and kept in logs."""
+
 _REFUSALS_OF_FILES = (errno.EACCES, errno.EPERM)
 """What is a refusal only where a file is named: else a call of ours may be wrong."""
 
@@ -165,12 +168,13 @@ def _blame_a_bug(error: Exception) -> int:
 
 
 def _complain(what: str, next_step: str = "") -> None:
-    """Writes an error, coloured on a terminal, with the traceback when debugging."""
+    """Writes an error, coloured on a terminal, with the traceback when debugging, and without secrets."""
     if os.environ.get(DEBUG_VARIABLE, "") not in ("", "0"):
         with contextlib.suppress(OSError):
             traceback.print_exc()
     styled = is_coloured(sys.stderr)
     name = click.style("atoll:", fg="red", bold=True) if styled else "atoll:"
+    what, next_step = (_SECRETS.sub(r"\1…", words) for words in (what, next_step))
     try:
         click.echo(f"{name} {what}", err=True, color=styled)
         if next_step:
