@@ -318,6 +318,7 @@ def _look_at_ends_of_private_answers(
     if found is None:
         return
     stops, name, both = found
+    end = "no special token" if name is None else repr(name)
     if name is None:
         mend = f"let the chat template beside {path} write it after each answer"
     elif source is None:
@@ -325,7 +326,7 @@ def _look_at_ends_of_private_answers(
     else:
         mend = f'write "eos_token_id": {both} into {source / GENERATION_CONFIG}'
     notes.append(
-        f"where members' data are conversations, answers end with {name or 'no special token'!r} by the chat "
+        f"where members' data are conversations, answers end with {end} by the chat "
         f"template beside {path}, and the model writes until {stops}, so it will write on after its answers: "
         f"{mend}, and begin anew"
     )
