@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, TextIO
 import click
 
 from protocol.errors import NEXT_STEP_FOR_REFUSAL, AtollError, ExitCode, NoInputError, UsageError
-from protocol.files.durable import expanded
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -413,6 +412,8 @@ class PathAtHome(click.Path):
         ctx: click.Context | None,
     ) -> "str | bytes | os.PathLike[str]":
         """Raises NoInputError for a user that there is not, or what is another's; see click.Path."""
+        from protocol.files.durable import expanded  # which other systems than Linux cannot import
+
         path = Path(value)
         if str(path).startswith("~"):
             path = expanded(path)
