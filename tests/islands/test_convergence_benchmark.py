@@ -102,7 +102,7 @@ def test_own_texts_do_not_overlap_and_are_equally_long(corpus: Corpus) -> None:
 @pytest.mark.nightly
 def test_every_setting_of_every_part_is_a_run_and_has_a_name_of_its_own() -> None:
     steps = dict.fromkeys(("frontier", "tuning", "muon"), FRONTIER_STEPS)
-    steps |= {"long": LONG_STEPS, "fragments": FRAGMENTS_STEPS}
+    steps |= dict.fromkeys(("long", "long-muon"), LONG_STEPS) | {"fragments": FRAGMENTS_STEPS}
     for part, settings in PARTS.items():
         names = [setting.name for setting in settings()]
         assert len(set(names)) == len(names), part
