@@ -8,8 +8,9 @@ Two nodes train a byte language model of 0.1 million parameters by plain calls (
 inner steps late, by each rule of [exchange] overlap and blend, and are compared, seed by seed, with the run
 of the same seed that waits for them. What is in the file of results is not run again.
 
-With `--by-nodes` two nodes and four train 1,200 inner steps in two fragments, and `blend` 0 is compared with
-0.5. With `--often` four nodes exchange more often, and the plain mean is compared with Nesterov's 0.7, 0.6.
+With `--by-nodes` two nodes, four and eight train 1,200 inner steps in two fragments, and `blend` 0 is
+compared with 0.5. With `--often` four and eight exchange more often, and the plain mean is compared with
+Nesterov's 0.7, 0.6.
 """
 
 import itertools
@@ -70,17 +71,18 @@ BY_NODES = tuple(
         (4, "adamw", 2, 10, 5),
         (4, "muon", 2, 12, 10),
         (4, "adamw", 2, 12, 10),
+        (8, "muon", 2, 10, 5),
+        (8, "adamw", 2, 10, 5),
     )
 )
 """The first as presets have it where the model in fp32 takes 50 inner steps of the link; then later ones."""
 
 PLAIN, NESTEROV = (1.0, 0.0), (0.7, 0.6)
 OFTEN = tuple(
-    replace(
-        BY_NODES[3 if optimizer == "muon" else 4], blend=0.0, steps=steps, late_steps=late_steps
-    )
-    for steps, late_steps in ((3, 2), (4, 3), (6, 5))
-    for optimizer in ("adamw", "muon")
+    replace(each, blend=0.0, steps=steps, late_steps=late_steps)
+    for num_nodes, steps, late_steps in ((4, 3, 2), (4, 4, 3), (4, 6, 5), (8, 6, 5))
+    for each in BY_NODES
+    if (each.num_nodes, each.steps, each.late_steps) == (num_nodes, 10, 5)
 )
 
 
@@ -153,8 +155,10 @@ def report_often(known: dict[Try, float]) -> str:
         )
         if both := sorted(plain.keys() & nesterov.keys()):
             interval = each.fragments * each.steps
-            rows.append([str(interval), each.optimizer, *_compared(plain, nesterov, both)])
-    return markdown(("every", "inner optimizer", "plain mean", "0.7, 0.6", "difference"), rows)
+            what = f"{each.num_nodes}, {each.optimizer}, every {interval}"
+            rows.append([what, *_compared(plain, nesterov, both)])
+    names = ("nodes, inner optimizer, interval", "plain mean", "0.7, 0.6", "difference")
+    return markdown(names, rows)
 
 
 def _by_seed(known: dict[Try, float], tried: Try) -> dict[int, float]:

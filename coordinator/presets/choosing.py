@@ -49,8 +49,8 @@ NEAR = 0.002
 OFTEN_STEPS, OFTEN_STEPS_OF_MORE = 12, 8
 """Exchanged every so many inner steps or fewer, the plain mean is best: in 600 exchanges, every two steps,
 Nesterov's 0.7, 0.6 ended 2 to 5 % higher (benchmarks.learning.intervals). The second is of more nodes than
-FEW_NODES: four ended level every 8 steps, and lower by Nesterov's every 12 (benchmarks.learning.overlap
---often)."""
+FEW_NODES: four ended level every 8 steps, and four and eight lower by Nesterov's every 12
+(benchmarks.learning.overlap --often)."""
 
 BLENDS = "adamw"
 """Whose results are better blended where they are late by half of a short interval or more, and the outer
@@ -58,9 +58,10 @@ step is then Nesterov's: exchanging every 4 to 10 of 1,200 inner steps, AdamW en
 Muon 0.4 and 0.6 % higher (benchmarks.learning.intervals)."""
 
 FEW_NODES, MOST_MOMENTUM = 2, 0.6
-"""Up to so many hold on to half of their own weights where they take late results over. Four that held on to
-nothing ended 0.2 to 2.7 % lower where results were late by less than half of the interval, by outer momenta
-up to this one: what they hold on to keeps them apart (benchmarks.learning.overlap --by-nodes)."""
+"""Up to so many hold on to half of their own weights where they take late results over. Four and eight that
+held on to nothing ended 0.2 to 2.9 % lower where results were late by less than half of the interval, by
+outer momenta up to this one: what they hold on to keeps them apart (benchmarks.learning.overlap
+--by-nodes)."""
 
 MERGES_BY_MOMENTUM = ("centred-clipping", "trust")
 """Which sgd, without any, cannot have."""
