@@ -60,7 +60,7 @@ def read_invite(given: str | None) -> Invite:
         )
     if given == "-":
         given = _not_empty(sys.stdin.read(_MAX_FILE_CHARACTERS), "standard input")
-    elif not INVITE.is_in(given) and _is_file_name(given):
+    elif _is_file(given) or (not INVITE.is_in(given) and _is_file_name(given)):
         given = _not_empty(_content(expanded(given)), f"the file {given}")
     return Invite.decode(given.strip().removeprefix("atoll join").strip())
 
@@ -87,6 +87,13 @@ def _asked() -> str:
         termios.tcsetattr(terminal, termios.TCSADRAIN, shown)
         click.echo(err=True)
     return lines.strip()
+
+
+def _is_file(text: str) -> bool:
+    """Whether it is there, whatever it is called: also as an invite begins."""
+    with contextlib.suppress(OSError, ValueError, NoInputError):
+        return expanded(text).is_file()
+    return False
 
 
 def _is_file_name(text: str) -> bool:

@@ -24,6 +24,7 @@ from protocol.errors import ConfigError, ExitCode, NoInputError
 from protocol.terminal import cli, console
 from protocol.trust.credentials import Credentials
 from protocol.trust.identity import Identity
+from protocol.trust.invite import Invite
 from protocol.trust.pki import Authority, Role, make_request, new_swarm_id
 
 
@@ -88,6 +89,16 @@ def test_a_second_run_on_a_machine_has_ports_of_its_own(
 def test_a_file_with_an_invite_that_is_not_there_is_missed_as_a_file(name: str) -> None:
     with pytest.raises(NoInputError, match="there is no file"):
         read_invite(name)
+
+
+@pytest.mark.parametrize(
+    "place", ["atoll1-invitation.txt", "atoll1-myfriends", "atoll1-abcdefgh/x"]
+)
+def test_an_invite_is_read_from_a_file_that_begins_as_one_does(place: str, tmp_path: Path) -> None:
+    invite = Invite(host="h", port=7701, pin=bytes(32), invite_id="ab", secret=bytes(range(32)))
+    (tmp_path / place).parent.mkdir(exist_ok=True)
+    (tmp_path / place).write_text(f"atoll join {invite.encode()}\n")
+    assert read_invite(str(tmp_path / place)) == invite
 
 
 def test_a_tilde_that_no_shell_replaced_is_the_home_folder(
