@@ -388,9 +388,7 @@ def _outer(case: _Case) -> list[Told]:
         momentum, why = 0.3, reasons.OFTEN
     elif case.taken.exchanges < SOME_EXCHANGES:
         momentum, why = 0.3, f"{often}: more would overshoot"
-    elif (
-        setting.interval <= OFTEN_STEPS
-    ):  # for so few nodes that the plain mean is best it is often
+    elif setting.interval <= OFTEN_STEPS:  # often for few nodes alone
         momentum, why = 0.6, reasons.OFTEN_BY_MORE
     elif case.taken.exchanges < MANY_EXCHANGES:
         momentum, why = 0.6, f"{often}: 0.9 wants a thousand"

@@ -30,8 +30,13 @@ if TYPE_CHECKING:
 DEBUG_VARIABLE = "ATOLL_DEBUG"
 """Set to 1, it adds the traceback to every error."""
 
-_SECRETS = re.compile("(atoll(?:-relay)?[0-9]+-[a-z2-7]{4})[a-z2-7]{8,}", re.IGNORECASE)
-"""Invites and relay lines in what was typed: an error is read over shoulders, and kept in logs."""
+_SECRETS = re.compile(
+    "(atoll(?:-relay)?[0-9]+[-\u2010-\u2015][a-z2-7]{4})[a-z2-7]{8,}", re.IGNORECASE
+)
+"""Invites and relay lines in what was typed: an error is read over shoulders, and kept in logs.
+
+With any dash, as chat programs make them of hyphens.
+"""
 
 _REFUSALS_OF_FILES = (errno.EACCES, errno.EPERM)
 """What is a refusal only where a file is named: else a call of ours may be wrong."""
