@@ -27,7 +27,7 @@ from protocol.trust.handshake import LOOK_UP_SECONDS, fetch_certificate
 from protocol.trust.invite import endpoint_of
 from protocol.trust.pki import has_issued
 from protocol.trust.rulings import Address, Ruling, checked_chain, moved_to
-from protocol.wire.names import connection_to, left_alone, looked_up
+from protocol.wire.sockets import connection_to, in_own_thread, looked_up
 
 DIAL_SECONDS = 10.0
 OWN_OPEN_FILES = 64
@@ -137,7 +137,7 @@ async def refuse_beside_the_moved(
     if there is None or (there.host, there.control_port) == (config.advertise, config.control_port):
         return
     try:
-        shown = await left_alone(partial(fetch_certificate, there.host, there.control_port))
+        shown = await in_own_thread(partial(fetch_certificate, there.host, there.control_port))
     except AtollError:
         return
     if has_issued(home.authority_pem, shown):

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from protocol.errors import ProtocolMismatchError
-from protocol.wire.names import look_away_from_the_end
+from protocol.wire.sockets import ignore_end_of
 
 MAX_MESSAGE_BYTES = 1 << 14
 CHUNK_BYTES = 1 << 16
@@ -35,7 +35,7 @@ class Connection:
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader, self.writer = reader, writer
-        look_away_from_the_end(writer)
+        ignore_end_of(writer)
         peer = writer.get_extra_info("peername")
         self.address = str(peer[0]) if peer else "?"
         plain = writer.get_extra_info("socket")

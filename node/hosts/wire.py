@@ -41,7 +41,7 @@ from protocol.errors import (
 )
 from protocol.files.durable import refusing, write_atomically
 from protocol.trust.handshake import PinnedKey, pinned_connection
-from protocol.wire.names import look_away_from_the_end
+from protocol.wire.sockets import ignore_end_of
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -129,7 +129,7 @@ class Wire:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
         self._writer = writer
-        look_away_from_the_end(writer)
+        ignore_end_of(writer)
         self._sending = asyncio.Lock()
         connection: socket.socket = writer.get_extra_info("socket")
         # A host that lost its power says nothing more.

@@ -40,9 +40,9 @@ from protocol.trust.pki import pin_of
 from protocol.trust.rulings import Address
 from protocol.v1.session_pb2_grpc import SessionServiceStub
 from protocol.wire.channel import DEADLINE_SECONDS, open_channel
-from protocol.wire.names import left_alone
 from protocol.wire.payload import WireCounts
 from protocol.wire.rounds import NodeId, RosterEntry
+from protocol.wire.sockets import in_own_thread
 
 log = structlog.get_logger()
 
@@ -206,7 +206,7 @@ class RenewingCalls:
         """Whether the coordinator is there: members may be mistaken, or lie, and are not believed."""
         pin, proxy = pin_of(self._credentials.server_root_pem), self._credentials.proxy
         try:
-            certificate = await left_alone(
+            certificate = await in_own_thread(
                 lambda: fetch_certificate(address.host, address.control_port, proxy)
             )
         except AtollError as error:
@@ -237,7 +237,7 @@ class RenewingCalls:
         """While the name leads somewhere. A proxy looks it up by itself."""
         host, proxy = self._credentials.host, self._credentials.proxy
         if not self._is_by_address and proxy is None:
-            found = await left_alone(partial(addresses_of, host))
+            found = await in_own_thread(partial(addresses_of, host))
             self._led_to[host] = found or self._led_to.get(host, ())
 
     def _end_noting(self) -> None:

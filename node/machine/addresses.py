@@ -21,7 +21,7 @@ import structlog
 
 from protocol.errors import SystemRefusedError
 from protocol.trust.proxy import Proxy
-from protocol.wire.names import left_alone
+from protocol.wire.sockets import in_own_thread
 
 SETTLE_SECONDS = 0.2
 """An address goes and the next one comes: changes that follow so closely are told as one."""
@@ -151,7 +151,7 @@ async def route_to(host: str) -> tuple[str, ...]:
         return ()
     with suppress(TimeoutError):
         async with asyncio.timeout(ROUTE_SECONDS):
-            return await left_alone(partial(sources_to, host))
+            return await in_own_thread(partial(sources_to, host))
     return ()
 
 

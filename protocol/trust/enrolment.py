@@ -38,7 +38,7 @@ from protocol.trust.pki import (
 from protocol.trust.proxy import Proxy
 from protocol.v1 import enrolment_pb2, enrolment_pb2_grpc
 from protocol.wire.channel import DEADLINE_SECONDS, channel_options
-from protocol.wire.names import left_alone
+from protocol.wire.sockets import in_own_thread
 from protocol.wire.status_codes import is_domain_error, translated
 
 
@@ -60,7 +60,7 @@ async def enrol(
     ProtocolMismatchError when the coordinator is not the invite's or contradicts itself, and what
     the coordinator refuses with.
     """
-    pinned = await left_alone(partial(fetch_pinned_certificate, invite, proxy))
+    pinned = await in_own_thread(partial(fetch_pinned_certificate, invite, proxy))
     request_der, key_pem = make_request()
     request = enrolment_pb2.EnrolRequest(
         invite_id=invite.invite_id,
@@ -120,7 +120,7 @@ async def renew_by_identity(credentials: Credentials, identity: Identity) -> Cre
             f"the joining port of the coordinator at {host} is not known here",
             next_step="ask the run owner for an invite: 'atoll invite create'",
         )
-    shown = await left_alone(partial(fetch_certificate, host, port, credentials.proxy))
+    shown = await in_own_thread(partial(fetch_certificate, host, port, credentials.proxy))
     if name_in(shown) != server_name(credentials.swarm_id):
         raise OtherSwarmError(
             f"the coordinator at {endpoint_of(host, port)} is not of swarm {credentials.swarm_id}",

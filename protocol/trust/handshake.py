@@ -34,7 +34,7 @@ from protocol.trust.credentials import Credentials, mended_by
 from protocol.trust.invite import SECRET_BYTES, Invite, endpoint_of
 from protocol.trust.pki import Authority, is_coordinators, new_swarm_id, pin_of, server_name
 from protocol.trust.proxy import Proxy, ProxyRefusedError
-from protocol.wire.names import connection_to, looked_up
+from protocol.wire.sockets import connection_to, looked_up
 
 TIMEOUT_SECONDS = 5.0
 """For connecting and for each answer within a handshake."""

@@ -21,8 +21,8 @@ from protocol.trust.handshake import Diagnosis, no_connection
 from protocol.trust.invite import endpoint_of
 from protocol.trust.pki import server_name
 from protocol.trust.proxy import Proxy
-from protocol.wire.names import left_alone
 from protocol.wire.payload import WireCounts
+from protocol.wire.sockets import in_own_thread
 from protocol.wire.status_codes import is_domain_error, translated
 
 if TYPE_CHECKING:
@@ -213,11 +213,11 @@ class _Interceptor:
         told = translated(error, endpoint=self._endpoint)
         if _has_found_nobody(error):
             self._traffic.disconnected()
-            return await left_alone(self._diagnosis.find) or told
+            return await in_own_thread(self._diagnosis.find) or told
         if _has_waited_in_vain(error):  # a node that waits is not to wait much longer
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LOOK_SECONDS):
-                    return _found_after_waiting(await left_alone(self._diagnosis.find), told)
+                    return _found_after_waiting(await in_own_thread(self._diagnosis.find), told)
             return _found_after_waiting(no_connection(self._endpoint), told)
         return told
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import random
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -26,7 +25,6 @@ from protocol.errors import (
 from protocol.run.run_spec import RunSpec
 from protocol.trust.invite import InvitedBy
 from protocol.wire.channel import RETRY_CAP_SECONDS
-from protocol.wire.names import left_alone
 from protocol.wire.rounds import Commit, Digest, NodeId, PeerAddress, RosterEntry
 from tests.unit.exchange_scene import in_virtual_time
 
@@ -166,35 +164,6 @@ async def test_the_waiting_ends_when_its_task_is_cancelled() -> None:
     with pytest.raises(asyncio.CancelledError):
         await waiting
     assert asyncio.get_running_loop().time() == before
-
-
-def test_who_stops_does_not_wait_for_a_look_at_a_silent_host() -> None:
-    has_begun, may_end, has_ended = threading.Event(), threading.Event(), threading.Event()
-
-    def look() -> None:
-        has_begun.set()
-        may_end.wait(60)
-        has_ended.set()
-
-    async def stopped_while_looking() -> None:
-        looking = asyncio.create_task(left_alone(look))
-        await asyncio.to_thread(has_begun.wait, 60)
-        looking.cancel()
-        await asyncio.wait([looking])
-
-    asyncio.run(stopped_while_looking())
-    assert not has_ended.is_set()
-    may_end.set()
-    assert has_ended.wait(60)
-
-
-async def test_what_a_thread_that_is_left_alone_finds_comes_back() -> None:
-    def fails() -> None:
-        raise ZeroDivisionError
-
-    assert await left_alone(lambda: 7) == 7
-    with pytest.raises(ZeroDivisionError):
-        await left_alone(fails)
 
 
 def over(*, is_held_here: bool = False) -> RunOver:

@@ -39,8 +39,8 @@ from node.machine.addresses import has_ipv6, leaving_by_ipv6
 from protocol.errors import AtollError
 from protocol.trust.identity import Identity, peer_id_of
 from protocol.trust.proxy import ProxyRefusedError
-from protocol.wire.names import looked_up
 from protocol.wire.rounds import RosterEntry
+from protocol.wire.sockets import looked_up
 
 _log = structlog.get_logger(__name__)
 

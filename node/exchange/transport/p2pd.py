@@ -35,7 +35,7 @@ from protocol.errors import SystemRefusedError
 from protocol.files.leftovers import TemporaryFolder
 from protocol.trust.identity import Identity
 from protocol.trust.proxy import Proxy, ProxyRefusedError
-from protocol.wire.names import connection_to, looked_up
+from protocol.wire.sockets import connection_to, looked_up
 
 _START_SECONDS = 60.0
 _STOP_SECONDS = 5.0

@@ -29,7 +29,6 @@ from node.exchange.peers import (
 )
 from node.exchange.transport.rates.traffic import CHUNK_BYTES, Traffic
 from protocol.v1 import transfer_pb2 as wire
-from protocol.wire.names import look_away_from_the_end
 from protocol.wire.payload import (
     CHUNK,
     CONTRIBUTION,
@@ -42,6 +41,7 @@ from protocol.wire.payload import (
     WireKind,
 )
 from protocol.wire.rounds import same_fields
+from protocol.wire.sockets import ignore_end_of
 
 MAX_FRAME_BYTES = 8192
 """No message is larger: a header has at most 4096 bytes, a reason is cut to 1000 characters."""
@@ -134,7 +134,7 @@ class TransferStream:
     ) -> None:
         self._reader = reader
         self._writer = writer
-        look_away_from_the_end(writer)
+        ignore_end_of(writer)
         self._idle_seconds = idle_seconds
         self.traffic = traffic
         traffic.opened_stream()

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator
 from node.exchange.transport.streams import BROKEN, drop
 from node.heavy import cancelled
 from protocol.trust.proxy import MAX_ANSWER_BYTES, Proxy, ProxyRefusedError
-from protocol.wire.names import connection_to, looked_up
+from protocol.wire.sockets import connection_to, looked_up
 
 CHUNK_BYTES = 1 << 16
 

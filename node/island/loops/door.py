@@ -32,7 +32,7 @@ from node.outer_state import SharedNames
 from protocol.errors import AtollError, ConfigError, NoInputError, SystemRefusedError
 from protocol.files.leftovers import LONGEST_SOCKET_BYTES
 from protocol.run.run_spec import RunSpec
-from protocol.wire.names import look_away_from_the_end
+from protocol.wire.sockets import ignore_end_of
 
 log = structlog.get_logger()
 
@@ -51,7 +51,7 @@ class Visitor:
         self.process_id = process_id
         self._reader = reader
         self._writer = writer
-        look_away_from_the_end(writer)
+        ignore_end_of(writer)
 
     async def hear(self) -> Word | None:
         """The next word; None when the other end is gone. Raises ValueError for no word of ours."""

@@ -1,4 +1,4 @@
-"""Connections by name: looked up beside all else, the first address that answers, and ends nobody waits for.
+"""Plain sockets that hold nothing up: calls that block, names, the first address that answers, and ends.
 
 A resolver that hangs holds each look-up up for ten seconds and more. asyncio looks names up in the threads
 that it has for everything: a few dead names would take them all, and rounds and a Ctrl-C would wait.
@@ -26,7 +26,7 @@ _Answer = TypeVar("_Answer")
 _places: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 
 
-async def left_alone(work: Callable[[], _Answer]) -> _Answer:
+async def in_own_thread(work: Callable[[], _Answer]) -> _Answer:
     """Runs `work` in a thread that nobody waits for when the process ends.
 
     For asyncio's own threads it waits: a look at a host that swallows packets, or at a name that no
@@ -52,7 +52,7 @@ async def left_alone(work: Callable[[], _Answer]) -> _Answer:
         with contextlib.suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(settle, answer, error)
 
-    threading.Thread(target=run, name="left alone", daemon=True).start()
+    threading.Thread(target=run, name="own thread", daemon=True).start()
     return await outcome
 
 
@@ -85,7 +85,7 @@ async def _in_its_turn(look: Callable[[], _Answer]) -> _Answer:
     loop = asyncio.get_running_loop()
     places = _places.setdefault(loop, asyncio.Semaphore(MOST_AT_ONCE))
     await places.acquire()
-    looking = asyncio.ensure_future(left_alone(look))
+    looking = asyncio.ensure_future(in_own_thread(look))
 
     def end(done: asyncio.Future[_Answer]) -> None:
         places.release()
@@ -122,7 +122,7 @@ async def connection_to(hosts: Sequence[str], port: int, **how: Any) -> Ends:
                 else:
                     dial.result()[1].transport.abort()
             if made is not None:
-                look_away_from_the_end(made[1])
+                ignore_end_of(made[1])
                 return made
         raise failure
     finally:
@@ -131,7 +131,7 @@ async def connection_to(hosts: Sequence[str], port: int, **how: Any) -> Ends:
             dial.cancel()
 
 
-def look_away_from_the_end(writer: asyncio.StreamWriter) -> None:
+def ignore_end_of(writer: asyncio.StreamWriter) -> None:
     """For a connection whose end nobody waits for: what broke it is raised by its reads and writes.
 
     asyncio keeps the error for who waits, too, and reports it as one that nobody has looked at where Python's

@@ -1,4 +1,4 @@
-"""Names are looked up beside all else, and the first address that answers is taken."""
+"""Sockets hold nothing up, whatever names and addresses they are given."""
 
 import asyncio
 import socket
@@ -14,7 +14,7 @@ from node.exchange.transport.p2pd import knocked
 from node.exchange.transport.streams import TransferStream
 from node.hosts.wire import Wire
 from node.island.loops.door import Visitor
-from protocol.wire.names import MOST_AT_ONCE, connection_to, looked_up
+from protocol.wire.sockets import MOST_AT_ONCE, connection_to, in_own_thread, looked_up
 from tests.integration.test_transport_hostile import unpaced
 
 
@@ -144,3 +144,32 @@ async def test_nobody_is_told_of_a_broken_connection_that_nobody_waits_for(
     assert held is not None and end.done()
     assert not end._log_traceback  # which asyncio prints when its collector comes to it first
     assert isinstance(end.exception(), BrokenPipeError)
+
+
+def test_who_stops_does_not_wait_for_a_look_at_a_silent_host() -> None:
+    has_begun, may_end, has_ended = threading.Event(), threading.Event(), threading.Event()
+
+    def look() -> None:
+        has_begun.set()
+        may_end.wait(60)
+        has_ended.set()
+
+    async def stopped_while_looking() -> None:
+        looking = asyncio.create_task(in_own_thread(look))
+        await asyncio.to_thread(has_begun.wait, 60)
+        looking.cancel()
+        await asyncio.wait([looking])
+
+    asyncio.run(stopped_while_looking())
+    assert not has_ended.is_set()
+    may_end.set()
+    assert has_ended.wait(60)
+
+
+async def test_what_a_thread_of_its_own_finds_comes_back() -> None:
+    def fails() -> None:
+        raise ZeroDivisionError
+
+    assert await in_own_thread(lambda: 7) == 7
+    with pytest.raises(ZeroDivisionError):
+        await in_own_thread(fails)
