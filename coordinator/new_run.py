@@ -269,7 +269,8 @@ def _create(
 
     home = create_home(directory, config=config, text=text_of)
     (new,) = made
-    costs = map("loss: {}".format, costs_in_words(home.run))
+    num_nodes = None if new.plan is None else new.plan.situation.num_nodes
+    costs = map("loss: {}".format, costs_in_words(home.run, num_nodes=num_nodes))
     return home, replace(new, notes=(*new.notes, *costs))
 
 

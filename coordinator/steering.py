@@ -310,17 +310,26 @@ def _new_costs(directory: Path | None, number: int) -> list[str]:
     """What a ruling lets the run's settings cost in loss that they did not cost before."""
     from coordinator.cli import folder_of
     from coordinator.config import RUN_FILE
+    from coordinator.presets.advising import LAST_ROUNDS, taking_part
     from coordinator.presets.costly import costs_in_words
     from protocol.run.amendments import in_force
     from protocol.run.run_files import load_run_folder
+    from protocol.terminal.query import StatusLink
 
     home = folder_of(directory)
     if not (home / RUN_FILE).is_file():  # one that may rule is enough
         return []
     run = load_run_folder(home, RUN_FILE)
     rulings = [one.ruling for one in _checked_log(directory)[0]]
+    with StatusLink(home) as asked:
+        rounds = asked.rounds(LAST_ROUNDS).rounds
+    num_nodes = taking_part(rounds) if rounds else None
     before, after = (
-        list(costs_in_words(in_force(run, [one for one in rulings if one.number < last])))
+        list(
+            costs_in_words(
+                in_force(run, [one for one in rulings if one.number < last]), num_nodes=num_nodes
+            )
+        )
         for last in (number, number + 1)
     )
     return [told for told in after if told not in before]

@@ -13,6 +13,7 @@ from typing import Any
 
 from coordinator.presets.choosing import NEAR, Found, best_of, found, often_steps
 from coordinator.presets.cost import CODEC_COSTS, Setting, Situation, exchange_bytes_per_second
+from coordinator.presets.costly import costs_in_words
 from coordinator.presets.loss import SPARSE, Given, settings_of
 from coordinator.presets.reasons import counted
 from protocol.errors import TemporaryError, UsageError
@@ -102,6 +103,7 @@ class Advice:
     now: Found
     better: Found
     changes: Changes  # empty: nothing is better by more than seeds differ
+    costs: tuple[str, ...]  # loss that its settings cost those who take part, in words
     wants_fork: bool  # the best exchanges so often that the run's outer momentum would overshoot
 
     @property
@@ -138,7 +140,7 @@ def advice_for(
             next_step=f"wait until {LEAST_ROUNDS} have",
         )
     step_seconds = 1 / max(speeds)
-    num_nodes = max(2, round(median(each.num_participants for each in last)))
+    num_nodes = max(2, taking_part(last))
     situation = Situation(
         num_parameters=run.num_parameters,
         num_layers=spec.num_layers,
@@ -172,8 +174,14 @@ def advice_for(
         now=now,
         better=better,
         changes=_changes(run, now.setting, better.setting),
+        costs=tuple(costs_in_words(spec, num_nodes=num_nodes)),
         wants_fork=least_of_all < least - NEAR,
     )
+
+
+def taking_part(rounds: Sequence[pb.RoundSummary]) -> int:
+    """How many nodes usually do, in at least one round."""
+    return round(median(each.num_participants for each in rounds))
 
 
 def _given(spec: RunSpec) -> Given:
@@ -286,6 +294,7 @@ def verdict_of(advice: Advice) -> Iterator[str]:
             "oftener still is better without outer momentum, which only a fork can leave out: "
             "'atoll node fork', with [outer] optimizer = \"sgd\" and learning_rate = 1.0"
         )
+    yield from map("loss: {}".format, advice.costs)
 
 
 def amendments_of(advice: Advice) -> list[str]:
@@ -305,6 +314,7 @@ def as_json(advice: Advice) -> dict[str, Any]:
         "now": _setting_as_json(advice.now),
         "better": _setting_as_json(advice.better),
         "amend": amendments_of(advice),
+        "costs": list(advice.costs),
         "wants_fork": advice.wants_fork,
     }
 

@@ -6,9 +6,17 @@ is said, and of runs that are like the measured ones: with new weights, dense co
 
 from collections.abc import Iterator
 
-from coordinator.presets.choosing import BLENDS, MERGES_BY_MOMENTUM, SOME_EXCHANGES, often_steps
+from coordinator.presets.choosing import (
+    BLENDS,
+    FEW_NODES,
+    MERGES_BY_MOMENTUM,
+    OFTEN_STEPS,
+    OFTEN_STEPS_OF_MORE,
+    SOME_EXCHANGES,
+    often_steps,
+)
 from coordinator.presets.loss import LEAST_EXCHANGES, SPARSE
-from coordinator.presets.reasons import counted, every
+from coordinator.presets.reasons import OFTEN_BY_MORE, SELDOM_BY_TWO, counted, every
 from protocol.run.run_spec import RunSpec
 
 SHORT_STEPS, LEAST_IN_SHORT, ENOUGH_IN_SHORT = 300, 4, 8
@@ -21,11 +29,18 @@ SOME_MOMENTUM, MUCH_MOMENTUM = 0.3, 0.8
 In 120 inner steps AdamW ended alike with 0.3 and 0.6 in 12 exchanges, every 10. Muon ended 1 % lower with 0.6
 in 8, every 15."""
 
+SELDOM_STEPS = 30
+"""From so many inner steps on the plain mean costs two nodes more than seeds differ, by AdamW."""
 
-def costs_in_words(run: RunSpec) -> Iterator[str]:
-    """A sentence for each setting that costs loss; nothing where none does."""
+
+def costs_in_words(run: RunSpec, *, num_nodes: int | None = None) -> Iterator[str]:
+    """A sentence for each setting that costs loss; nothing where none does.
+
+    `num_nodes` take part; where nobody knows that yet, [run] min_nodes do at least.
+    """
+    num_nodes = num_nodes or run.run.min_nodes
     steps, rounds, fragments = run.node_steps, run.run.rounds, run.exchange.fragments
-    if run.run.min_nodes < 2:
+    if num_nodes < 2:
         return
     exchanges, total_steps = rounds // fragments, rounds * steps
     is_short = total_steps < SHORT_STEPS
@@ -41,7 +56,13 @@ def costs_in_words(run: RunSpec) -> Iterator[str]:
         else:
             fragments, steps = 1, max(1, total_steps // enough)
         exchanges = total_steps // (fragments * steps)
-    yield from _of_momentum(run, interval=fragments * steps, exchanges=exchanges)
+    if run.goes_on_with_weights or run.exchange.uplink in SPARSE:
+        return
+    interval = fragments * steps
+    if _momentum_of(run) > SOME_MOMENTUM:
+        yield from _of_momentum(run, interval=interval, exchanges=exchanges)
+    elif _momentum_of(run) == 0 and exchanges >= SOME_EXCHANGES:
+        yield from _of_plain_mean(run, interval=interval, num_nodes=num_nodes)
 
 
 def _oftener(run: RunSpec, enough: int) -> str:
@@ -58,25 +79,42 @@ def _oftener(run: RunSpec, enough: int) -> str:
     return f"{rounds} and [inner] steps = {steps}{fewer}"
 
 
+def _momentum_of(run: RunSpec) -> float:
+    return run.outer.momentum if run.outer.optimizer == "nesterov" else 0.0
+
+
 def _of_momentum(run: RunSpec, *, interval: int, exchanges: int) -> Iterator[str]:
-    outer, exchange = run.outer, run.exchange
-    momentum = outer.momentum if outer.optimizer == "nesterov" else 0.0
-    may_be_blended = exchange.overlap == "blend" and run.inner.optimizer == BLENDS
-    if momentum <= SOME_MOMENTUM or run.goes_on_with_weights or exchange.uplink in SPARSE:
+    momentum = _momentum_of(run)
+    may_be_blended = run.exchange.overlap == "blend" and run.inner.optimizer == BLENDS
+    if may_be_blended or run.outer.merge in MERGES_BY_MOMENTUM:
         return
-    if may_be_blended or outer.merge in MERGES_BY_MOMENTUM:
-        return
-    if interval <= often_steps(run.run.min_nodes):
+    # Between this and OFTEN_STEPS it costs no more than seeds differ.
+    if interval <= OFTEN_STEPS_OF_MORE:
         if exchanges >= LEAST_EXCHANGES and interval * exchanges >= SHORT_STEPS:
             yield (
                 f"[outer] momentum = {momentum:g} overshoots where each parameter is exchanged "
                 f"{every(interval, 'inner step')}: 0.6 ended up to 12 % higher than the plain mean; write "
                 'optimizer = "sgd" and learning_rate = 1.0 there, and leave momentum out'
             )
-    elif exchanges < SOME_EXCHANGES and run.inner.optimizer == "adamw":
+    elif interval > OFTEN_STEPS and exchanges < SOME_EXCHANGES and run.inner.optimizer == "adamw":
         far = ", and 0.9 6 to 21 %" if momentum >= MUCH_MOMENTUM else ""
         yield (
             f"[outer] momentum = {momentum:g} overshoots where each parameter is exchanged only "
             f"{counted(exchanges, 'time')}: 0.6 ended 1 to 9 % higher than 0.3{far}; write momentum = "
             f"{SOME_MOMENTUM:g}"
         )
+
+
+def _of_plain_mean(run: RunSpec, *, interval: int, num_nodes: int) -> Iterator[str]:
+    """Where exchanges are neither few nor frequent; of two nodes Muon's lose less by it than seeds differ."""
+    if num_nodes > FEW_NODES and interval > often_steps(num_nodes):
+        lost = OFTEN_BY_MORE
+    elif interval >= SELDOM_STEPS and run.inner.optimizer != "muon":
+        lost = SELDOM_BY_TWO
+    else:
+        return
+    yield (
+        f"[outer] a plain mean learns less than Nesterov's step where each parameter is exchanged "
+        f'{every(interval, "inner step")}: {lost}; write optimizer = "nesterov", learning_rate = 0.7 and '
+        "momentum = 0.6"
+    )

@@ -235,4 +235,7 @@ def test_what_is_chosen_is_never_said_to_cost_loss(
     }
     for choice in chosen(situation).choices:
         tables.setdefault(choice.table, {})[choice.key] = choice.value
-    assert list(costs_in_words(validated(tables, origin="what is chosen"))) == []
+    spec = validated(tables, origin="what is chosen")
+    assert list(costs_in_words(spec, num_nodes=situation.num_nodes)) == []
+    fewer = spec.model_copy(update={"run": spec.run.model_copy(update={"min_nodes": 2})})
+    assert list(costs_in_words(fewer)) == []

@@ -112,6 +112,16 @@ def test_a_swarm_that_waits_for_slow_links_gets_more_steps_or_fewer_bits() -> No
     assert better.prediction.bytes_per_round < now.prediction.bytes_per_round
 
 
+def test_what_its_settings_cost_those_who_take_part_is_said() -> None:
+    outer = {"optimizer": "sgd", "learning_rate": 1.0, "momentum": 0.0}
+    spec = run_of(inner={"steps": 12, "optimizer": "muon"}, outer=outer)
+    costs = "loss: [outer] a plain mean learns less than Nesterov's step"
+    for num_nodes in (2, 4):
+        advice = asked(spec, mbit=50, rounds=rounds_of(20.0, num_nodes=num_nodes))
+        assert any(line.startswith(costs) for line in verdict_of(advice)) == (num_nodes > 2)
+        assert bool(as_json(advice)["costs"]) == (num_nodes > 2)
+
+
 def test_what_is_advised_can_be_amended_and_leaves_as_many_steps_to_train() -> None:
     spec = run_of(inner={"steps": 16}, exchange={"uplink": "fp32", "downlink": "fp32"})
     advice = asked(spec, mbit=20)

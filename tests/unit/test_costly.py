@@ -15,6 +15,9 @@ from protocol.run.run_spec import RunSpec
 EXAMPLES = Path(__file__).parent.parent.parent / "examples" / "functions"
 
 
+PLAIN = {"optimizer": "sgd", "learning_rate": 1.0, "momentum": 0.0}
+
+
 def run_of(*, rounds: int = 100, steps: int = 15, **tables: dict[str, Any]) -> RunSpec:
     tables = {"run": {"rounds": rounds, "min_nodes": 2}, "inner": {"steps": steps}} | tables
     tables["outer"] = {"momentum": 0.6} | tables.get("outer", {})
@@ -35,7 +38,7 @@ def said(**told: Any) -> str:
         ),
         ({"rounds": 31, "outer": {"momentum": 0.9}}, "and 0.9 6 to 21 %; write momentum = 0.3"),
         (
-            {"steps": 12},
+            {"steps": 8},
             'write optimizer = "sgd" and learning_rate = 1.0 there, and leave momentum out',
         ),
         ({"rounds": 2, "steps": 60}, "exchanged 2 times in the whole run"),
@@ -61,7 +64,12 @@ def test_a_setting_that_costs_loss_is_said_with_what_to_write_instead(
     [
         {"rounds": 32, "steps": 13},
         {"rounds": 8, "outer": {"momentum": 0.3}},
-        {"steps": 5, "outer": {"optimizer": "sgd", "learning_rate": 1.0, "momentum": 0.0}},
+        {"steps": 5, "outer": PLAIN},
+        {"steps": 12},
+        {"steps": 29, "outer": PLAIN},
+        {"steps": 30, "inner": {"steps": 30, "optimizer": "muon"}, "outer": PLAIN},
+        {"steps": 60, "rounds": 31, "outer": PLAIN},
+        {"steps": 60, "outer": PLAIN, "exchange": {"uplink": "topk64", "error_feedback": True}},
         {"steps": 5, "inner": {"steps": 5, "optimizer": "adamw"}, "exchange": {"overlap": "blend"}},
         {"rounds": 8, "inner": {"steps": 15, "optimizer": "muon"}},
         {"rounds": 12, "steps": 10},
@@ -79,8 +87,29 @@ def test_who_writes_what_was_said_hears_nothing_more() -> None:
     assert said(rounds=2, steps=60, outer={"momentum": 0.3}) != ""
     assert said(rounds=8, steps=15, outer={"momentum": 0.3}) == ""
     assert "momentum" not in said(rounds=3, steps=20)  # of which 8 exchanges are every 7 steps
-    plain = {"optimizer": "sgd", "learning_rate": 1.0, "momentum": 0.0}
-    assert said(rounds=32, steps=12) != said(rounds=32, steps=12, outer=plain) == ""
+    assert said(rounds=40, steps=8) != said(rounds=40, steps=8, outer=PLAIN) == ""
+    assert said(steps=60, outer=PLAIN) != said(steps=60) == ""
+
+
+def test_the_plain_mean_costs_those_who_take_part_and_not_the_fewest_of_a_run() -> None:
+    """Two nodes that exchange every 9 to 12 steps end alike by both, and more end higher by it."""
+    for steps in (9, 12, 20):
+        of_two, lost = run_of(steps=steps, outer=PLAIN), "ended 0.2 to 3.0 % lower by it"
+        assert not list(costs_in_words(of_two))
+        assert not list(costs_in_words(of_two, num_nodes=2))
+        assert lost in "".join(costs_in_words(of_two, num_nodes=4))
+        assert lost in said(steps=steps, run={"rounds": 100, "min_nodes": 3}, outer=PLAIN)
+    assert not list(costs_in_words(run_of(steps=8, outer=PLAIN), num_nodes=4))
+    alone = run_of(steps=12, run={"rounds": 100, "min_nodes": 1}, outer=PLAIN)
+    assert not list(costs_in_words(alone)) and list(costs_in_words(alone, num_nodes=4))
+
+
+def test_momentum_costs_nobody_in_exchanges_that_are_neither_few_nor_frequent() -> None:
+    for num_nodes in (None, 2, 4, 8):
+        for steps in range(9, 40):
+            assert not list(costs_in_words(run_of(steps=steps), num_nodes=num_nodes))
+        for steps in range(3, 9):
+            assert "overshoots" in "".join(costs_in_words(run_of(steps=steps), num_nodes=num_nodes))
 
 
 def test_momentum_is_left_to_those_who_go_on_with_weights() -> None:

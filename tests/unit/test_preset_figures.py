@@ -177,6 +177,36 @@ def test_what_is_said_of_momentum_is_what_short_runs_ended_at() -> None:
     assert f"0.6 ended up to {most:.0f} % higher than the plain mean" in sentences
 
 
+def test_what_the_plain_mean_costs_two_nodes_is_what_they_ended_at() -> None:
+    known = intervals.known_in(RESULTS / "intervals.jsonl")
+    lower = {
+        (tried.optimizer, tried.interval): 100
+        * (1 - loss / known[replace(tried, outer=intervals.PLAIN)])
+        for tried, loss in known.items()
+        if (tried.outer, tried.codec, tried.steps) == (intervals.NESTEROV, "fp32", 1200)
+        and not tried.late_steps
+        and not tried.rate
+        and tried.seed == 0
+        and replace(tried, outer=intervals.PLAIN) in known
+    }
+    seldom = [
+        each
+        for (optimizer, interval), each in lower.items()
+        if optimizer == "adamw" and interval >= costly.SELDOM_STEPS
+    ]
+    assert len(seldom) >= 2
+    assert f"{min(seldom):.1f} to {max(seldom):.1f} % lower" in reasons.SELDOM_BY_TWO
+    # Seeds differ by 1 %: neither Muon, nor momentum between the numbers, costs more.
+    between = [each for (_, interval), each in lower.items() if interval == 10]
+    of_muon = [
+        each
+        for (optimizer, interval), each in lower.items()
+        if "muon" in optimizer and interval >= 30
+    ]
+    assert len(between) == 2 and len(of_muon) >= 2
+    assert all(abs(each) < 1 for each in between + of_muon)
+
+
 def test_late_results_are_blended_for_the_optimizer_that_ended_lower_so() -> None:
     """Beside the rule for the other: in per cent of the loss, by interval and lateness."""
     known = intervals.known_in(RESULTS / "intervals.jsonl")
