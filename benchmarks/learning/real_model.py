@@ -22,6 +22,7 @@ from benchmarks.measurement import Rows, add_results, parser_of, read_rows
 from benchmarks.wan.peers.stage import MIDDLE, ContenderFailedError, Stage
 from lab.network.lab import NetworkLab
 from lab.network.links import Link
+from protocol.trust.invite import INVITE
 
 NODES = ("has-weights", "fetches")
 OUTPUT = Path("docs/results/real-model.jsonl")
@@ -126,7 +127,8 @@ def _start(stage: Stage, chosen: argparse.Namespace) -> None:
     printed = stage.run(
         MIDDLE, stage.module(_CLI, "invite", "create", "--uses", "2", "--dir", home)
     )
-    invite = re.findall(r"atoll1-\S+", printed)[0]
+    invite = INVITE.first_in(printed)
+    assert invite is not None, printed
     first = home / "first.safetensors"
     weights = first if first.exists() else chosen.model.resolve()
     for node in NODES:

@@ -12,7 +12,6 @@ the sum is more than a tenth off. Needs the right to make a network namespace.
 
 import json
 import os
-import re
 import sys
 import tempfile
 import time
@@ -28,6 +27,7 @@ from node.exchange.transport.rates.traffic import CONNECTION_BYTES
 from protocol.terminal import console
 from protocol.terminal.node_words import by_name
 from protocol.terminal.query import StatusLink
+from protocol.trust.invite import INVITE
 from protocol.v1 import status_pb2 as pb
 
 TOLERANCE = 0.1
@@ -157,10 +157,10 @@ def join(children: Children, coordinator: Path, homes: Sequence[Path]) -> None:
 
     make = atoll("invite", "create", "--uses", str(len(homes)), "--dir", coordinator)
     printed = done(children.start("invite", make)).log_text()
-    found = re.search(r"atoll1-\S+", printed)
-    assert found is not None, printed
+    invite = INVITE.first_in(printed)
+    assert invite is not None, printed
     for home in homes:
-        command = atoll("join", found[0], "--dir", home, "--name", home.name)
+        command = atoll("join", invite, "--dir", home, "--name", home.name)
         done(children.start(f"{home.name}-join", command))
 
 

@@ -13,11 +13,11 @@ from typing import Self
 
 from protocol.errors import BadDataError, NoInputError, UsageError
 from protocol.files.durable import expanded, read_secret, write_atomically
+from protocol.trust.armour import Armour
 from protocol.trust.handshake import PinnedKey
 from protocol.trust.invite import (
     PIN_BYTES,
     SECRET_BYTES,
-    Armour,
     check_endpoint,
     endpoint_of,
     hash_of_secret,

@@ -38,6 +38,7 @@ from protocol.terminal.console import (
 from protocol.terminal.node_words import by_name, name_of, sent_bytes
 from protocol.terminal.query import StatusLink
 from protocol.terminal.watch import REFRESH_SECONDS, LineScreen, LiveScreen, Screen
+from protocol.trust.invite import INVITE
 from protocol.v1 import status_pb2 as pb
 
 
@@ -407,9 +408,9 @@ class _Demonstration:
         self.children.wait_for([create], seconds=_COMMAND_SECONDS, what="making an invite")
         printed = output.read_text(encoding="utf-8")
         output.unlink()  # it is a secret, and used up in a moment
-        if (found := re.search(r"atoll1-\S+", printed)) is None:
+        if (found := INVITE.first_in(printed)) is None:
             raise BadDataError("'atoll invite create' printed no invite")
-        return found[0]
+        return found
 
     def _start_nodes(self, invite: str) -> list[Child]:
         """Lets all nodes join at once; each starts as soon as it has joined."""

@@ -20,7 +20,7 @@ import socket
 import struct
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Generic, Self, TypeVar
 
@@ -40,6 +40,7 @@ from protocol.errors import (
     UnavailableError,
 )
 from protocol.files.durable import refusing, write_atomically
+from protocol.trust.armour import ISLAND_PREFIX
 from protocol.trust.handshake import PinnedKey, pinned_connection
 from protocol.wire.sockets import ignore_end_of
 
@@ -49,7 +50,6 @@ if TYPE_CHECKING:
 
 TOKEN_FILE = "island.token"
 _KEY_FILE = "island.key"
-_PREFIX = "atoll-island-"
 
 MAX_MESSAGE_BYTES: Final = 1 << 20
 _CHUNK_BYTES = 1 << 20  # keeps the event loop free for others between two of them
@@ -65,20 +65,20 @@ class HostToken:
     host: str
     port: int
     pin: bytes  # of the leader's certificate
-    secret: str
+    secret: str = field(repr=False)
 
     def text(self) -> str:
         """For a file, or a shell's variable."""
         values = [self.host, self.port, self.pin.hex(), self.secret]
-        return _PREFIX + base64.urlsafe_b64encode(json.dumps(values).encode()).decode()
+        return ISLAND_PREFIX + base64.urlsafe_b64encode(json.dumps(values).encode()).decode()
 
     @classmethod
     def parse(cls, text: str) -> Self:
         """Raises BadDataError."""
         try:
-            if not text.startswith(_PREFIX):
+            if not text.startswith(ISLAND_PREFIX):
                 raise ValueError
-            values = json.loads(base64.urlsafe_b64decode(text.removeprefix(_PREFIX)))
+            values = json.loads(base64.urlsafe_b64decode(text.removeprefix(ISLAND_PREFIX)))
             host, port, pin, secret = values
             return cls(host=str(host), port=int(port), pin=bytes.fromhex(pin), secret=str(secret))
         except (ValueError, TypeError) as error:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, TextIO
 import click
 
 from protocol.errors import NEXT_STEP_FOR_REFUSAL, AtollError, ExitCode, NoInputError, UsageError
+from protocol.trust.armour import masked
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -29,14 +30,6 @@ if TYPE_CHECKING:
 
 DEBUG_VARIABLE = "ATOLL_DEBUG"
 """Set to 1, it adds the traceback to every error."""
-
-_SECRETS = re.compile(
-    "(atoll(?:-relay)?[0-9]+[-\u2010-\u2015][a-z2-7]{4})[a-z2-7]{8,}", re.IGNORECASE
-)
-"""Invites and relay lines in what was typed: an error is read over shoulders, and kept in logs.
-
-With any dash, as chat programs make them of hyphens.
-"""
 
 _REFUSALS_OF_FILES = (errno.EACCES, errno.EPERM)
 """What is a refusal only where a file is named: else a call of ours may be wrong."""
@@ -178,7 +171,7 @@ def _complain(what: str, next_step: str = "") -> None:
             traceback.print_exc()
     styled = is_coloured(sys.stderr)
     name = click.style("atoll:", fg="red", bold=True) if styled else "atoll:"
-    what, next_step = (_SECRETS.sub(r"\1…", words) for words in (what, next_step))
+    what, next_step = map(masked, (what, next_step))
     try:
         click.echo(f"{name} {what}", err=True, color=styled)
         if next_step:

@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.errors import BadDataError, UsageError
+from protocol.trust.armour import masked
 from protocol.trust.invite import INVITE as INVITE_ARMOUR
 from protocol.trust.invite import Invite, InvitedBy, endpoint_of, hash_of_secret
 
@@ -147,6 +148,19 @@ def test_what_stands_where_an_invite_was_broken_does_no_harm(between: str) -> No
 @pytest.mark.parametrize("dash", "‐‑‒–—")
 def test_a_hyphen_that_became_a_dash_is_read_as_one(dash: str) -> None:
     assert Invite.decode(TEXT.replace("-", dash)) == INVITE
+
+
+def test_what_atoll_has_printed_holds_the_whole_line() -> None:
+    assert INVITE_ARMOUR.first_in(f"copy this:\n{TEXT}\nuses: 1, atoll1-other") == TEXT
+    assert INVITE_ARMOUR.first_in("uses: 1") is None
+
+
+def test_no_line_is_made_that_errors_would_show() -> None:
+    for prefix in ("atoll1-", "atoll-relay2-", "atoll-other10-"):
+        line = replace(INVITE_ARMOUR, prefix=prefix).encode(bytes(99))
+        assert masked(f"no file {line}.txt") == f"no file {line[: len(prefix) + 4]}….txt"
+    with pytest.raises(AssertionError, match="errors would show it"):
+        replace(INVITE_ARMOUR, prefix="swarm1-")
 
 
 @pytest.mark.parametrize("name", ["atoll1-invite.txt", "~/atoll1-my-run", "invites/atoll1"])

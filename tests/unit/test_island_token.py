@@ -7,6 +7,7 @@ import pytest
 from node.config import load_settings
 from node.hosts.wire import HostToken, LeaderKey, interface_of
 from protocol.errors import BadDataError, ConfigError, NoInputError, UsageError
+from protocol.trust.armour import ISLAND_PREFIX, masked
 
 
 def test_a_token_is_read_back_and_the_leaders_key_lasts(tmp_path: Path) -> None:
@@ -17,6 +18,18 @@ def test_a_token_is_read_back_and_the_leaders_key_lasts(tmp_path: Path) -> None:
     assert len(token.pin) == 32
     assert LeaderKey.of_folder(tmp_path) == key
     assert {file.stat().st_mode & 0o777 for file in tmp_path.iterdir()} == {0o600}
+
+
+def test_a_token_in_the_place_of_its_file_is_not_shown_again(tmp_path: Path) -> None:
+    key = LeaderKey.of_folder(tmp_path)
+    path = key.write_token(tmp_path, "leader.example.org", 7720)
+    text = path.read_text().strip()
+    assert key.secret.hex() not in repr(HostToken.read(path))
+    with pytest.raises(NoInputError) as raised:
+        HostToken.read(Path(text))
+    assert text in raised.value.what
+    told = masked(raised.value.what)
+    assert told.startswith(f"{ISLAND_PREFIX}{text.removeprefix(ISLAND_PREFIX)[:4]}… cannot be read")
 
 
 @pytest.mark.parametrize("text", ["", "atoll-island-", "atoll1-abc", "atoll-island-WzFd", "\udcff"])

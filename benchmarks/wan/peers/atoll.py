@@ -1,10 +1,9 @@
 """Atoll by the commands that people type: a coordinator in the host in the middle, and nodes that join."""
 
-import re
-
 from benchmarks.wan.peers.order import ORDER_VARIABLE
 from benchmarks.wan.peers.stage import MIDDLE, Stage
 from protocol.files.durable import toml_of
+from protocol.trust.invite import INVITE
 
 _CLI = "protocol.terminal.cli"
 
@@ -22,14 +21,14 @@ def start(stage: Stage) -> None:
     uses = str(len(stage.orders))
     create = ("invite", "create", "--uses", uses, "--dir", home)
     printed = stage.run(MIDDLE, stage.module(_CLI, *create))
-    found = re.search(r"atoll1-\S+", printed)
-    assert found is not None, printed
+    invite = INVITE.first_in(printed)
+    assert invite is not None, printed
     for host, order, order_file in stage.nodes():
         folder = stage.folder / host
         stage.run(
             host,
             stage.module(_CLI, "join", "--dir", folder, "--name", host),
-            ATOLL_INVITE=found[0],
+            ATOLL_INVITE=invite,
         )
         start_node = ("node", "start", "--dir", folder, "--listen", order.address)
         stage.start(
