@@ -13,7 +13,7 @@ from torch._dynamo.utils import counters
 
 from node.island import measuring as measured_peak
 from node.island.checkpoints.resuming import rewarming_steps
-from node.island.data.dataset import Corpus, SampleOrder, read_corpus
+from node.island.data.dataset import Batch, Corpus, SampleOrder, read_corpus
 from node.island.island import InnerReport, InnerWork, Progress
 from node.island.measuring import flops_per_token
 from node.island.models.decoder_modules import Objective
@@ -337,12 +337,12 @@ class LoneHalf(Mesh):
 def test_each_rank_trains_its_own_half_of_a_batch(
     corpus: Corpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: list[torch.Tensor] = []
+    seen: list[Batch] = []
     train = Engine.train
 
-    def spied(engine: Engine, windows: torch.Tensor) -> torch.Tensor:
-        seen.append(windows)
-        return train(engine, windows)
+    def spied(engine: Engine, batch: Batch) -> torch.Tensor:
+        seen.append(batch)
+        return train(engine, batch)
 
     monkeypatch.setattr(Engine, "train", spied)
     monkeypatch.setattr(engine, "DistributedDataParallel", lambda module, **options: module)
@@ -356,7 +356,7 @@ def test_each_rank_trains_its_own_half_of_a_batch(
     trainer.adopt(initial_parameters(SPEC))
     report = trainer.train(inner_work(1), ignore)
     batch = SampleOrder(seed=0, num_samples=corpus.num_samples).indices(0, 4)
-    assert np.array_equal(seen[0].numpy(), corpus.windows(corpus.training, batch[2:]))
+    assert np.array_equal(seen[0].tokens, corpus.windows(corpus.training, batch[2:]))
     assert report.tokens == STEP_TOKENS  # of the island, not of the rank
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
-from node.island.data.dataset import Tree
+from node.island.data.dataset import Batch, Tree
 from node.island.models.architecture import Counted, copy_parameters
 from node.island.models.function import FunctionArchitecture, random_module
 from node.island.parallel.mesh import Mesh
@@ -34,14 +34,14 @@ LOWER_TOLERANCE = 0.1
 
 
 def check_plan(
-    engine: "Engine", mesh: Mesh, spec: RunSpec, parameters: Vector, batch: Tree
+    engine: "Engine", mesh: Mesh, spec: RunSpec, parameters: Vector, batch: Batch | Tree
 ) -> None:
     """Raises ConfigError with the first parameter whose gradient the plan gets wrong.
 
     All ranks take the same batch, and find the same; each has the whole module on its CPU for a moment.
     The gradients of the engine are forgotten.
     """
-    expected_loss, expected = _expected(spec, parameters, batch, engine.dtype)
+    expected_loss, expected = _expected(spec, parameters, engine.placed(batch), engine.dtype)
     for part in engine.parts:
         part.eval()
     try:
@@ -68,7 +68,7 @@ def check_plan(
             raise _wrong(mesh.shape, f"a gradient of {name} that is off by {share:.1%}")
 
 
-def _found(engine: "Engine", mesh: Mesh, batch: Tree) -> tuple[float, dict[str, Tensor]]:
+def _found(engine: "Engine", mesh: Mesh, batch: Batch | Tree) -> tuple[float, dict[str, Tensor]]:
     """Loss and gradients; in fp16 the loss scale falls until they are finite, as in training."""
     scale = engine.loss_scale
     while True:

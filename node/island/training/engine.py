@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
+from node.island.data.dataset import Batch
 from node.island.models.architecture import (
     Architecture,
     Counted,
@@ -28,6 +29,7 @@ from node.island.models.architecture import (
     check_frozen,
     kept_buffers,
 )
+from node.island.models.decoder_modules import NO_TARGET
 from node.island.models.running_statistics import averaging, norms_of, spectral_vectors_of
 from node.island.parallel.mesh import Mesh, fill, local_of
 from node.island.parallel.mesh_shape import PLAIN, LocalTraining
@@ -42,7 +44,7 @@ from node.island.parallel.modules import (
     reshard,
 )
 from node.island.parallel.pipeline import positions_of
-from node.island.ranks.accelerator import LossScale, dtype_of
+from node.island.ranks.accelerator import LossScale, carries_pinned_memory, dtype_of
 from node.island.training.optimizers import (
     Muon,
     WholeMatrices,
@@ -158,6 +160,7 @@ class Engine:
     ) -> None:
         self._mesh = mesh
         self._device = device
+        self._pins_memory = carries_pinned_memory(device)
         self._description = spec.description
         self.dtype = dtype_of(local.precision, device)
         """What matrix products are computed in."""
@@ -286,7 +289,7 @@ class Engine:
             **settings,
         )
 
-    def train(self, batch: Tree) -> Tensor:
+    def train(self, batch: Batch | Tree) -> Tensor:
         """Leaves the scaled gradients of this rank's samples; returns its loss.
 
         That is 0 without the end of the model, and of the rank's own positions only.
@@ -296,7 +299,9 @@ class Engine:
         self._sum_tied_gradients()
         return loss.detach()
 
-    def measure(self, batch: Tree, *, num_samples: int, rows: int | None = None) -> Measured:
+    def measure(
+        self, batch: Batch | Tree, *, num_samples: int, rows: int | None = None
+    ) -> Measured:
         """Loss of at most `rows` samples, summed over the rank's own positions, without gradients.
 
         `rows` of a micro-batch unless told. Sharded parameters are gathered by all ranks at once, so all call
@@ -332,7 +337,7 @@ class Engine:
         found = (each for part in self.parts for each in spectral_vectors_of(part))
         return [vector for each in found for vector in each.buffers]
 
-    def compute_statistics(self, batches: Iterable[Tree]) -> None:
+    def compute_statistics(self, batches: Iterable[Batch | Tree]) -> None:
         """Computes running statistics for the present parameters, over as many batches on each rank."""
         assert isinstance(self._forward, Whole)  # others were refused
 
@@ -362,9 +367,33 @@ class Engine:
         for part in self.parts:
             part.zero_grad(set_to_none=True)
 
-    def _inputs(self, batch: Tree) -> tuple[Tree, ...]:
+    def placed(self, batch: Batch | Tree) -> Tree:
+        """Samples on the rank's device.
+
+        Windows [B, T + 1]; tokens and targets [B, T] where not all is counted; or a function's tree. Where
+        attention keeps to documents, with the document of each token, [B, T], as a third.
+        """
+        if not isinstance(batch, Batch):
+            return tree_map(self._moved, batch)
+        windows = torch.from_numpy(batch.tokens)  # [B, T + 1]
+        if batch.counted is None and batch.documents is None:
+            return self._moved(windows)
+        tokens, targets = windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+        if batch.counted is not None:
+            targets = targets.masked_fill(~torch.from_numpy(batch.counted), NO_TARGET)
+        if batch.documents is None:
+            return self._moved(tokens), self._moved(targets)
+        documents = torch.from_numpy(batch.documents)[:, :-1].contiguous()
+        return self._moved(tokens), self._moved(targets), self._moved(documents)
+
+    def _moved(self, tensor: Tensor) -> Tensor:
+        if self._pins_memory:
+            return tensor.pin_memory().to(self._device, non_blocking=True)
+        return tensor.to(self._device)
+
+    def _inputs(self, batch: Batch | Tree) -> tuple[Tree, ...]:
         """What the model takes: of tokens and targets [B, T] the rank's own positions."""
-        inputs = self._architecture.inputs(batch)
+        inputs = self._architecture.inputs(self.placed(batch))
         if self._positions is None:
             return inputs
         own: tuple[Tree, ...] = tree_map(lambda tensor: tensor[:, self._positions], inputs)

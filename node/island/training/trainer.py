@@ -12,14 +12,12 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from node.island.checkpoints.folder import About
 from node.island.checkpoints.inner_state import Blank, Named, Staging, Tensors, is_stepped, named_by
 from node.island.checkpoints.resuming import Rewarming, rewarming_steps
-from node.island.data.dataset import Batch, Dataset, Indices, SampleOrder, held_out_choice
-from node.island.data.functions import draw_from, drawing, seed_of
-from node.island.data.manifest import Split
+from node.island.data.dataset import Dataset, SampleOrder
+from node.island.data.functions import seed_of
 from node.island.island import Evaluation, InnerReport, InnerWork, Progress, rebases
 from node.island.measuring import (
     LocalCommunication,
@@ -28,9 +26,7 @@ from node.island.measuring import (
     measured,
     wait_for,
 )
-from node.island.models.architecture import BufferWatch, Tree
-from node.island.models.decoder_modules import NO_TARGET
-from node.island.models.running_statistics import batches_for
+from node.island.models.architecture import BufferWatch
 from node.island.parallel.mesh import (
     Held,
     Mesh,
@@ -49,12 +45,9 @@ from node.island.parallel.mesh_shape import (
     may_be_traced,
 )
 from node.island.parallel.modules import reshard
-from node.island.ranks.accelerator import (
-    begin_measuring_memory,
-    carries_pinned_memory,
-    copies_of,
-)
+from node.island.ranks.accelerator import begin_measuring_memory, copies_of
 from node.island.training.engine import Engine
+from node.island.training.losses import Losses
 from node.island.training.optimizers import Muon
 from node.island.training.pace import Rests, Tally, Telling, steps_until_next_look
 from node.outer_state import Vector
@@ -86,7 +79,6 @@ class Trainer:
         self._spec = spec
         self._corpus = corpus
         self._device = device
-        self._pins_memory = carries_pinned_memory(device)
         self._mesh = mesh
         self._clock = clock
         self._load = local.load
@@ -101,6 +93,14 @@ class Trainer:
         self._optimizers = self._engine.optimizers(spec.inner)
         self._buffers: BufferWatch | None = BufferWatch(self._engine.parts)  # for the first step
         self._order = SampleOrder.of(spec.run.seed, corpus)
+        self._losses = Losses(
+            spec=spec,
+            corpus=corpus,
+            order=self._order,
+            engine=self._engine,
+            mesh=mesh,
+            device=device,
+        )
         self._counted_tokens = 0  # since training of a round began
         self._has_plan_to_check = goes_by_a_plan(mesh.shape, spec)
         self._rewarming = Rewarming(rewarming_steps(spec))
@@ -132,7 +132,7 @@ class Trainer:
 
             self._has_plan_to_check = False
             first = np.arange(self._engine.rows) % self._corpus.num_held_out_samples
-            batch = self._on_device("held_out", first)
+            batch = self._corpus.batch("held_out", first)
             check_plan(self._engine, self._mesh, self._spec, parameters, batch)
 
     def merge(
@@ -258,12 +258,26 @@ class Trainer:
             communication_seconds=None if share is None else share * (seconds - rested),
         )
 
+    def evaluate(self) -> Evaluation:
+        """Held-out loss of the rank's own weights."""
+        return self._losses.held_out()
+
     def evaluate_at(
         self, parameters: Vector, on_batch: Callable[[], None] = lambda: None
     ) -> Evaluation:
-        """Held-out loss of the global parameters; the rank's own weights are put back after it."""
+        """Held-out loss of the global parameters."""
         with self._away_to(parameters):
-            return self.evaluate(on_batch)
+            return self._losses.held_out(on_batch)
+
+    def losses_at(
+        self,
+        parameters: Vector,
+        places: Sequence[int],
+        on_sample: Callable[[], None] = lambda: None,
+    ) -> tuple[float, ...]:
+        """Losses [places] of single training samples at other parameters (Losses.of_samples)."""
+        with self._away_to(parameters):
+            return self._losses.of_samples(places, on_sample)
 
     @contextlib.contextmanager
     def _away_to(self, parameters: Vector) -> Iterator[None]:
@@ -278,85 +292,6 @@ class Trainer:
         for each, kept in vectors:
             each.copy_(kept)
         self._copies((held.local, kept) for kept, held in zip(own, self._held(), strict=True))
-
-    def losses_at(
-        self,
-        parameters: Vector,
-        places: Sequence[int],
-        on_sample: Callable[[], None] = lambda: None,
-    ) -> tuple[float, ...]:
-        """Losses [places] of single training samples at other parameters, in nats per token.
-
-        By their places in the sample order; ranks share them, each measures one at a time.
-        """
-        indices = np.concatenate([self._order.indices(place, 1) for place in places])
-        self._corpus.expect("training", indices)
-        share = self._mesh.share(len(indices))
-        own = range(len(indices))[share]
-        sums = torch.zeros((len(indices), 2), dtype=torch.float64)
-        with self._away_to(parameters), self._drawing_alike():
-            self._compute_statistics(on_sample)
-            for turn in range(-(-len(indices) // self._mesh.num_data)):
-                # Of those that have no sample left too: parameters are gathered by all at once.
-                place = own[turn] if turn < len(own) else None
-                index = indices[[0 if place is None else place]]
-                self._draw_for("training", index)
-                batch = self._on_device("training", index)
-                count = 0 if place is None else 1
-                measured = self._engine.measure(batch, num_samples=count, rows=1).tallied()
-                if place is not None:
-                    sums[place] = measured[:2]
-                on_sample()
-        sums = self._mesh.summed(sums)
-        return tuple((sums[:, 0] / sums[:, 1].clamp(min=1.0)).tolist())
-
-    def evaluate(self, on_batch: Callable[[], None] = lambda: None) -> Evaluation:
-        """Held-out loss over a fixed choice of samples, spread evenly over the held-out split."""
-        with self._drawing_alike():
-            return self._evaluated(on_batch)
-
-    def _evaluated(self, on_batch: Callable[[], None]) -> Evaluation:
-        self._compute_statistics(on_batch)
-        available = self._corpus.num_held_out_samples
-        chosen = held_out_choice(self._spec.evaluation.samples, available)
-        count = len(chosen)
-        own = chosen[self._mesh.share(count)]
-        rows = self._engine.rows
-        most = -(-count // self._mesh.num_data)  # of any rank: all must go on together
-        sums = torch.zeros(4, dtype=torch.float64)
-        for start in range(0, most, rows):
-            own_chosen = own[start : start + rows]
-            self._draw_for("held_out", own_chosen)
-            batch = self._on_device("held_out", own_chosen)
-            sums += self._engine.measure(batch, num_samples=len(own_chosen)).tallied()
-            on_batch()
-        loss, weight, metric, samples = self._mesh.summed(sums).tolist()
-        return Evaluation(
-            loss=loss / max(1.0, weight),
-            tokens=self._corpus.num_counted("held_out", chosen),
-            metric=metric / samples if self._engine.has_metric else None,
-        )
-
-    def _compute_statistics(self, on_batch: Callable[[], None]) -> None:
-        """Running statistics for the model's parameters, over the run's first training samples.
-
-        Ranks share batches, and not samples: what a batch normalises by depends on its size.
-        """
-        if not self._engine.has_statistics:
-            return
-        chosen = batches_for(self._spec, self._order, self._corpus.num_samples)
-        self._corpus.expect("training", np.concatenate(chosen))
-        num_data = self._mesh.num_data
-        part = self._mesh.share(num_data).start  # of this rank's data, counted from 0
-
-        def batches() -> Iterator[Tree]:
-            for first in range(0, len(chosen), num_data):
-                own = chosen[(first + part) % len(chosen)]  # all ranks take as many
-                self._draw_for("training", own)
-                yield self._on_device("training", own)
-                on_batch()
-
-        self._engine.compute_statistics(batches())
 
     def inner_state(
         self, *, run_digest: Digest, layout_digest: Digest, round: int
@@ -433,7 +368,7 @@ class Trainer:
         if counted == 0:
             return None
         own = indices[self._mesh.share(batch)]
-        loss = self._engine.train(self._on_device("training", own))
+        loss = self._engine.train(self._corpus.batch("training", own))
         self._counted_tokens += counted
         if self._engine.divides_by_all and counted != batch * self._spec.model.context:
             factor = batch * self._spec.model.context / counted
@@ -447,21 +382,6 @@ class Trainer:
         part = place.replicate * shape.shard + place.shard
         return seed_of(self._spec.run.seed, "draws", work.first_sample, part)
 
-    def _drawing_alike(self) -> contextlib.AbstractContextManager[None]:
-        """Within it measures draw by `_draw_for`; training goes on with its own draws after it.
-
-        Else a loss that draws, as of masked tokens, is another one at each measure of the same weights:
-        held-out losses jump, and what was learned of a sample drowns in it.
-        """
-        if not self._engine.draws:
-            return contextlib.nullcontext()
-        return drawing(self._spec.run.seed, self._device)
-
-    def _draw_for(self, split: Split, indices: Indices) -> None:
-        if self._engine.draws:
-            first = int(indices[0]) if len(indices) else 0
-            draw_from(seed_of(self._spec.run.seed, split, first), self._device)
-
     def _set_learning_rates(self, work: InnerWork, at: Position, scale: float) -> None:
         of_peak = share_of_peak(self._spec.inner, at, final_fraction=work.final_fraction)
         share = scale * of_peak * self._rewarming.share()
@@ -469,27 +389,3 @@ class Trainer:
             factor = work.muon_rate_factor if isinstance(optimizer, Muon) else work.rate_factor
             for group in optimizer.param_groups:
                 group["lr"] = share * (group["peak_rate"] * factor)
-
-    def _on_device(self, split: Split, indices: Indices) -> Tree:
-        """Windows [B, T + 1]; tokens and targets [B, T] where not all is counted; or a function's tree.
-
-        Where attention keeps to documents, with the document of each token, [B, T], as a third.
-        """
-        batch = self._corpus.batch(split, indices)
-        if not isinstance(batch, Batch):
-            return tree_map(self._moved, batch)
-        windows = torch.from_numpy(batch.tokens)  # [B, T + 1]
-        if batch.counted is None and batch.documents is None:
-            return self._moved(windows)
-        tokens, targets = windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
-        if batch.counted is not None:
-            targets = targets.masked_fill(~torch.from_numpy(batch.counted), NO_TARGET)
-        if batch.documents is None:
-            return self._moved(tokens), self._moved(targets)
-        documents = torch.from_numpy(batch.documents)[:, :-1].contiguous()
-        return self._moved(tokens), self._moved(targets), self._moved(documents)
-
-    def _moved(self, tensor: Tensor) -> Tensor:
-        if self._pins_memory:
-            return tensor.pin_memory().to(self._device, non_blocking=True)
-        return tensor.to(self._device)
