@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 import structlog
 
 from node.disk.history import KeptRulings
-from node.duties.draining import Drain
 from node.duties.lasting_island import LastingIsland
 from node.duties.measuring import Measuring
 from node.duties.work import (
     Ahead,
     AheadFailed,
     CatchUpNeeded,
+    Drain,
     PlanReceived,
     PlansOver,
     RoundTimes,

@@ -31,7 +31,9 @@ from protocol.run.run_spec import DataSection
 from protocol.wire.rounds import CorpusSummary, Digest
 
 Tree = Any
-"""A tensor, or a tuple, list or dictionary of trees: what torch collates of a function's samples."""
+"""A tensor, or a tuple, list or dictionary of trees: what torch collates of a function's samples.
+
+The first dimension of its tensors is the samples."""
 
 Tokens = npt.NDArray[np.int64]
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from node.island.data.dataset import Tree
 from node.island.models.running_statistics import statistics_of
 from node.island.parallel.mesh import Mesh
 from node.island.ranks.accelerator import LossScale
@@ -29,9 +30,6 @@ from protocol.run.run_spec import RunSpec
 
 if TYPE_CHECKING:
     from node.island.parallel.pipeline import Pipeline
-
-Tree = Any
-"""A tensor, or a tuple, list or dictionary of trees; the first dimension of its tensors is the samples."""
 
 
 class Counted(NamedTuple):

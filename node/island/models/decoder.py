@@ -18,7 +18,8 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.overrides import TorchFunctionMode
 
-from node.island.models.architecture import Architecture, Roles, Tree
+from node.island.data.dataset import Tree
+from node.island.models.architecture import Architecture, Roles
 from node.island.models.decoder_modules import (
     Decoder,
     DecoderLayer,

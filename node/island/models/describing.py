@@ -18,8 +18,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
+from node.island.data.dataset import Tree
 from node.island.models.architecture import (
-    Tree,
     changed_buffer,
     copy_parameters,
     kept_buffers,

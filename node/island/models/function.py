@@ -19,13 +19,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from node.island.data.dataset import SampleOrder
+from node.island.data.dataset import SampleOrder, Tree
 from node.island.data.functions import FunctionData, drawing
 from node.island.data.manifest import read_manifest
 from node.island.models.architecture import (
     BufferWatch,
     Counted,
-    Tree,
     check_frozen,
     check_tensors,
     copy_parameters,

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from node.island.data.dataset import Tree
 from node.island.models.adapters import adapt, base_name
 from node.island.models.architecture import (
-    Tree,
     check_frozen,
     check_tensors,
     kept_buffers,

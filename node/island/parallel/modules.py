@@ -46,7 +46,8 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from node.island.models.architecture import Architecture, Counted, Tree, give_memory
+from node.island.data.dataset import Tree
+from node.island.models.architecture import Architecture, Counted, give_memory
 from node.island.parallel.mesh import Mesh
 from node.island.parallel.mesh_shape import Recomputing
 from node.island.ranks.accelerator import autocast, carries_pinned_memory

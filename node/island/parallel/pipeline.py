@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_gather_single_autograd
 from torch.utils._pytree import tree_flatten, tree_map
 
-from node.island.models.architecture import Counted, Tree
+from node.island.data.dataset import Tree
+from node.island.models.architecture import Counted
 from node.island.models.decoder_modules import attend_to_earlier
 from node.island.parallel.mesh import Mesh, local_of
 from node.island.parallel.mesh_shape import ScheduleName

@@ -19,12 +19,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
-from node.island.data.dataset import Batch
+from node.island.data.dataset import Batch, Tree
 from node.island.models.architecture import (
     Architecture,
     Counted,
     Roles,
-    Tree,
     architecture_of,
     check_frozen,
     kept_buffers,
