@@ -5,7 +5,7 @@
 Prints each exchange beside what the formula of presets says of it, the share that belongs in
 coordinator/presets/cost.py as MEASURED_SHARE, which is the median of two nodes' exchanges on hosts as
 they come, and what docs/performance.md says of them. Run it after new rows have been added;
-tests/unit/test_preset_figures.py says where code or docs differ.
+tests/unit/test_preset_link_figures.py says where code or docs differ.
 
 Of each case the newest row counts, if slices are even, which the formula is for, and if hardly anything else
 ran on the machine's cores. A row's time ends when all nodes hold all results, so what the coordinator's

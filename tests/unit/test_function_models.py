@@ -28,7 +28,7 @@ from node.island.parallel.mesh_shape import (
 )
 from node.island.parallel.modules import compile_layers, refuse_scalars
 from node.island.training import engine
-from node.island.training.optimizers import RowwiseAdamW, inner_optimizers
+from node.island.training.optimizers import inner_optimizers
 from node.island.training.trainer import Trainer
 from node.models.describing import HAS_LOADED, describe_run
 from protocol.errors import (
@@ -44,49 +44,6 @@ from tests.run_functions import Centred, Ending, Net, Scaled, pairs
 from tests.unit.function_scene import EXAMPLES, HERE, spec_of, trainer_of, undescribed
 from tests.unit.test_transformers_models import with_text
 from tests.unit.work_scene import inner_work
-
-
-def test_rows_that_no_batch_looks_up_stay_to_the_bit_and_the_others_move() -> None:
-    table = nn.Embedding(6, 4)
-    optimizer = RowwiseAdamW.of_run([*table.parameters()], InnerSection(sparse=True))
-    before = table.weight.detach().clone()
-    for rows in ([0, 3], [3], [5]):
-        table.zero_grad()
-        table(torch.tensor(rows)).square().sum().backward()
-        optimizer.step()
-    moved = (table.weight != before).any(dim=1)
-    assert moved.tolist() == [True, False, False, True, False, True]
-    assert optimizer.state[table.weight]["row_steps"].squeeze(1).tolist() == [
-        1,
-        0,
-        0,
-        2,
-        0,
-        1,
-    ]
-
-
-def test_a_row_with_a_gradient_in_each_step_is_stepped_as_by_adamw() -> None:
-    values = torch.randn(5, 3)
-    inner = InnerSection(learning_rate=0.05)
-    rowwise, plain = (nn.Parameter(values.clone()) for _ in range(2))
-    ours = RowwiseAdamW.of_run([rowwise], inner)
-    theirs = torch.optim.AdamW([plain], lr=0.05, betas=(0.9, 0.95), weight_decay=0.0)
-    for step in range(4):
-        gradient = torch.randn(5, 3, generator=torch.Generator().manual_seed(step))
-        rowwise.grad, plain.grad = gradient.clone(), gradient.clone()
-        ours.step()
-        theirs.step()
-    torch.testing.assert_close(rowwise, plain, rtol=1e-5, atol=1e-6)
-
-
-def test_only_tables_are_stepped_row_by_row_and_only_when_asked_for() -> None:
-    model = Net(8, 40)
-    (adamw,) = inner_optimizers(model, InnerSection())
-    assert isinstance(adamw, torch.optim.AdamW)
-    rowwise, _ = inner_optimizers(model, InnerSection(sparse=True))
-    assert isinstance(rowwise, RowwiseAdamW)
-    assert [p is model.table.weight for g in rowwise.param_groups for p in g["params"]] == [True]
 
 
 def test_muon_takes_the_matrices_of_layers_and_neither_table_nor_head() -> None:

@@ -1,31 +1,22 @@
 """Models, code, adapters and private data of one's own: each door is one `atoll init`."""
 
 import json
-import re
-import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import closing, redirect_stdout
 from pathlib import Path
-from tempfile import TemporaryFile
-from types import SimpleNamespace
-from typing import Any
 
 import click
 import pytest
-import torch
 
 from coordinator import new_run as command
-from coordinator.presets import wanted as asking
 from coordinator.presets.wanted import Wanted
-from coordinator.store import Store, may_have_begun
 from node.island.data.manifest import read_manifest
 from node.island.models.code import code_digest
-from protocol.errors import CannotCreateError, ConfigError, NoInputError
-from protocol.run.run_files import load_run_file, load_run_folder
-from protocol.run.run_spec import RunSpec
-from protocol.terminal import cli, console
-from tests.unit.tokens_scene import prepared, write_jsonl, write_llama
+from protocol.errors import CannotCreateError
+from protocol.run.run_files import load_run_file
+from tests.unit.new_run_scene import EXAMPLES, VISION, described_here, init, llama, made
+from tests.unit.tokens_scene import prepared
+
+__all__ = ["described_here", "llama"]
 
 SIZES = "hidden_size = 32\nnum_layers = 1\nnum_heads = 2\nnum_kv_heads = 1\nffn_size = 48\n"
 NEXT_TOKEN = """
@@ -36,71 +27,6 @@ def model():
     net = nn.Sequential(nn.Embedding(512, 8), nn.Linear(8, 512))
     return net, lambda net, batch: cross_entropy(net(batch[0]).flatten(0, 1), batch[1].flatten())
 """
-EXAMPLES = Path(__file__).parent.parent.parent / "examples" / "functions"
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small Llama in bf16 with its tokenizer, and beside it tokens of that tokenizer."""
-    folder = tmp_path_factory.mktemp("models") / "llama"
-    write_llama(folder, dtype=torch.bfloat16)
-    write_jsonl(folder.parent / "text.jsonl", 300)
-    prepared(folder.parent / "text.jsonl", out=folder.parent / "tokens", tokenizer=folder)
-    return folder
-
-
-@pytest.fixture
-def described_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The command that describes a run runs in this process, which has loaded torch and transformers.
-
-    One test starts it, as 'atoll init' does, which takes four seconds. Their log wants `capfd`.
-    """
-    examples = [file.stem for file in EXAMPLES.glob("*.py")]
-    before = {name: sys.modules.pop(name) for name in examples if name in sys.modules}
-
-    def run(command: list[str], **_: object) -> "subprocess.CompletedProcess[str]":
-        words = command[command.index(cli.__name__) + 1 :]
-        path = list(sys.path)
-        with TemporaryFile("w+") as answer:
-            with redirect_stdout(answer):
-                code = console.run(cli.root, words)
-            answer.seek(0)
-            sys.path[:] = path
-            for name in examples:  # it may be other code the next time
-                sys.modules.pop(name, None)
-            return subprocess.CompletedProcess(command, code, stdout=answer.read())
-
-    here = SimpleNamespace(run=run, PIPE=subprocess.PIPE)
-    monkeypatch.setattr(asking, "subprocess", here)
-    # Changed within a second and of the same length, code would be taken for what was compiled before.
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    yield
-    sys.modules.update(before)
-
-
-VISION = ("--function", "vision:model", "--data-function", "vision:data", "--from", EXAMPLES)
-
-
-def init(folder: Path, *arguments: object) -> int:
-    """The exit code of 'atoll init'."""
-    words = ["init", str(folder), "--host", "127.0.0.1", *map(str, arguments)]
-    return console.run(cli.root, words)
-
-
-def made(folder: Path, *arguments: object) -> RunSpec:
-    """The run that the command has made."""
-    assert init(folder, *arguments) == 0
-    return load_run_folder(folder, "run.toml")
-
-
-def forked(folder: Path, *arguments: object) -> dict[str, Any]:
-    """A new run made into what 'atoll node fork' writes; returns its description."""
-    made(folder, *arguments)
-    told: dict[str, Any] = json.loads((folder / "description.json").read_text())
-    told |= {"first_digest": "ab" * 32, "first_fragments": 1}
-    (folder / "description.json").write_text(json.dumps(told))
-    (folder / "first.safetensors").write_bytes(b"trained weights")
-    return told
 
 
 @pytest.mark.usefixtures("described_here")
@@ -170,181 +96,6 @@ def test_a_transformers_folder_is_trained_by_loops_without_any_tokens(
     for more in ((), ("--lora", 4), ("--by", "transformers")):
         spec = made(tmp_path / "-".join(map(str, ("run", *more))), "--from", llama, "--loop", *more)
         assert spec.data.source == "loop"
-
-
-@pytest.mark.usefixtures("described_here")
-def test_a_fork_of_a_function_keeps_its_weights_though_its_code_or_data_change(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """As somebody does who wants more data for a run: they are what its code returns."""
-    fork, code = tmp_path / "fork", tmp_path / "code"
-    told = forked(fork, *VISION)
-    code.mkdir()
-    text = (EXAMPLES / "vision.py").read_text()
-    (code / "vision.py").write_text(text.replace("arange(1797)", "arange(1700)"))
-    capfd.readouterr()
-
-    again = made(tmp_path / "again", "--run", fork / "run.toml", "--from", code)
-    assert again.description is not None
-    assert again.description.sources != told["sources"]
-    assert (again.description.first_digest, again.description.first_fragments) == ("ab" * 32, 1)
-    assert (tmp_path / "again" / "first.safetensors").read_bytes() == b"trained weights"
-    assert "beginning with the weights abababababab" in capfd.readouterr().out
-
-    copied = made(tmp_path / "copied", "--run", fork / "run.toml")
-    assert copied.description is not None and copied.description.sources == told["sources"]
-    told_how = capfd.readouterr().out
-    assert f"--allow-function {copied.run.name}@DIGEST --code CODE" in told_how
-    assert (
-        "with a training loop of its own" in told_how and "  atoll node start --loop\n" in told_how
-    )
-
-    (code / "vision.py").write_text(text.replace("channels: int = 16", "channels: int = 32"))
-    assert init(tmp_path / "wider", "--run", fork / "run.toml", "--from", code) == 78
-    assert "the code makes another model than the fork has weights of" in capfd.readouterr().err
-    assert not (tmp_path / "wider").exists()
-
-
-def rewritten(path: Path, *changes: str) -> None:
-    """Keys of a run file with other values, as a person writes them."""
-    for change in changes:
-        key = re.escape(change.partition(" =")[0])
-        as_it_is = change.replace("\\", r"\\")
-        text, count = re.subn(rf"(?m)^#? ?{key} =.*$", as_it_is, path.read_text())
-        assert count, f"{key} is no key"
-        path.write_text(text)
-
-
-@pytest.mark.usefixtures("described_here")
-def test_a_run_file_changed_by_hand_no_longer_has_the_model_that_was_described(
-    llama: Path, tmp_path: Path
-) -> None:
-    def refused(home: Path, change: str, *words: str) -> None:
-        kept = (home / "run.toml").read_text()
-        rewritten(home / "run.toml", change)
-        with pytest.raises(ConfigError) as caught:
-            load_run_folder(home, "run.toml")
-        for word in (*words, "write it as it was", f"'atoll node describe {home} --force"):
-            assert word in str(caught.value)
-        (home / "run.toml").write_text(kept)
-
-    own, given, adapted = (tmp_path / name for name in ("own", "given", "adapted"))
-    made(own, *VISION)
-    refused(own, "arguments = {width = 9}", '[model] arguments is {"width": 9}', "with {}")
-    refused(own, 'function = "vision:other"', '[model] function is "vision:other"')
-    rewritten(own / "run.toml", "rounds = 7", "batch = 3", "seed = 5", "learning_rate = 0.5")
-    load_run_folder(own, "run.toml")  # nothing is frozen that the seed would draw
-
-    asked = ("--from", llama, "--data", llama.parent / "tokens", "--context", 32)
-    made(given, *asked)
-    refused(given, "num_heads = 2", "[model] num_heads is 2", "with 4")
-    rewritten(given / "run.toml", "context = 16", "rope_theta = 5000.0")
-    load_run_folder(given, "run.toml")  # the weights are those of the folder
-
-    made(adapted, *asked, "--lora", 4)
-    refused(adapted, "rank = 8", "[lora] rank is 8, and", "with 4")
-    rewritten(adapted / "run.toml", "alpha = 3.0", "context = 16")
-    load_run_folder(adapted, "run.toml")
-
-
-@pytest.mark.usefixtures("described_here")
-def test_a_batch_above_the_samples_of_a_function_is_refused_before_any_node_starts(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    own = tmp_path / "own"
-    made(own, *VISION)
-    assert re.search(r"train \S+ samples, [\d,.]+ times what the data have", capfd.readouterr().out)
-    spec = load_run_folder(own, "run.toml")
-    assert spec.description is not None and spec.description.num_samples is not None
-    unsaid = spec.description.model_copy(update={"num_samples": None})
-    assert spec.digest() == spec.model_copy(update={"description": unsaid}).digest()
-    assert "num_samples" not in spec.canonical_json(), "releases before do not know it"
-
-    num_samples = spec.description.num_samples
-    rewritten(own / "run.toml", f"batch = {num_samples}")
-    load_run_folder(own, "run.toml")
-    rewritten(own / "run.toml", f"batch = {num_samples + 1}")
-    told = f"batch is {num_samples + 1}, and vision:data gave {num_samples} samples to train on"
-    with pytest.raises(ConfigError, match=told) as caught:
-        load_run_folder(own, "run.toml")
-    assert caught.value.next_step.startswith("lower batch; or where it gives more by now")
-    assert console.run(cli.root, ["coordinator", "start", str(own)]) == 78
-    load_run_folder(own, "run.toml", may_be_stale=True)
-
-
-@pytest.mark.usefixtures("described_here")
-def test_what_a_fork_changes_of_its_model_is_described_by_a_new_run_alone(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """Describing it in its place would draw new weights over the fork's."""
-    fork = tmp_path / "fork"
-    forked(fork, *VISION)
-    run_file = fork / "run.toml"
-    run_file.write_text(run_file.read_text() + '\n[model.arguments]\ndevice = "cpu"\n')
-    with pytest.raises(ConfigError) as caught:
-        load_run_folder(fork, "run.toml")
-    assert f"'atoll init NEWDIR --run {run_file} --from CODE'" in caught.value.next_step
-    assert "describe" not in caught.value.next_step.replace("describe the model anew", "")
-    assert init(tmp_path / "run", "--run", run_file) == ConfigError.exit_code
-    told = capfd.readouterr().err
-    assert f"atoll: {run_file}: [model] arguments is" in told and "unfinished" not in told
-
-
-@pytest.mark.usefixtures("described_here")
-def test_a_forks_weights_are_not_put_on_another_frozen_body(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    code, fork = tmp_path / "code", tmp_path / "fork"
-    code.mkdir()
-    (code / "mine.py").write_text(
-        "import torch\n"
-        "def model():\n"
-        "    net = torch.nn.Sequential(torch.nn.Linear(2, 2).requires_grad_(False), torch.nn.Linear(2, 2))\n"
-        "    return net, lambda net, rows: net(rows).square().mean()\n"
-        "def data():\n"
-        "    return [torch.ones(2)] * 9, [torch.ones(2)] * 9\n"
-    )
-    forked(fork, "--function", "mine:model", "--data-function", "mine:data", "--from", code)
-    again = (tmp_path / "run", "--run", fork / "run.toml", "--from", code)
-    rewritten(fork / "run.toml", "seed = 5")
-    assert init(*again) == ConfigError.exit_code
-    assert "other frozen values than those that the fork's weights" in capfd.readouterr().err
-    assert not (tmp_path / "run").exists()
-    rewritten(fork / "run.toml", "seed = 0", "rounds = 7")
-    assert init(*again) == 0
-    capfd.readouterr()
-
-
-def test_a_coordinator_does_not_start_a_run_that_every_node_would_refuse(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "a.txt").write_bytes(b"much " * 100_000)
-    home = tmp_path / "run"
-    made(home, "--data", tmp_path / "a.txt", "--port", 0, "--enrolment-port", 0)
-    rewritten(home / "run.toml", "batch = 5000")
-    assert console.run(cli.root, ["coordinator", "start", str(home)]) == NoInputError.exit_code
-    assert "but one batch takes 5000" in capfd.readouterr().err
-    assert not (home / "atoll.db").exists(), "and the file may still be changed"
-    spec = load_run_folder(home, "run.toml")
-    with closing(
-        Store.open(home, sign=lambda commit: b"")
-    ) as store:  # as a start that nobody joined
-        store.keep_or_compare(spec, home / "run.toml")
-    assert not may_have_begun(home)
-    assert console.run(cli.root, ["coordinator", "start", str(home)]) == NoInputError.exit_code
-    capfd.readouterr()
-
-
-@pytest.mark.usefixtures("described_here")
-def test_a_fork_of_given_weights_takes_no_others(
-    llama: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    fork = tmp_path / "fork"
-    asked = ("--data", llama.parent / "tokens", "--context", 32, "--by", "transformers")
-    forked(fork, "--from", llama, *asked)
-    assert init(tmp_path / "run", "--run", fork / "run.toml", "--from", llama) == 64
-    assert "begins with the weights beside it" in capfd.readouterr().err
-    made(tmp_path / "run", "--run", fork / "run.toml")
 
 
 def test_what_a_runs_code_prints_is_not_taken_for_what_was_found_out(

@@ -4,14 +4,23 @@ import math
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from node.island.models.decoder_modules import Decoder
-from node.island.training.optimizers import AdamW, Muon, inner_optimizers, orthogonalised
-from protocol.errors import ConfigError
+from node.island.training.optimizers import (
+    AdamW,
+    Muon,
+    RowwiseAdamW,
+    inner_optimizers,
+    orthogonalised,
+)
+from protocol.errors import (
+    ConfigError,
+)
 from protocol.run.models import DecoderModel
 from protocol.run.run_files import validated
 from protocol.run.run_spec import InnerSection
+from tests.run_functions import Net
 
 MODEL = DecoderModel(
     hidden_size=16,
@@ -154,3 +163,46 @@ def test_a_key_of_muon_is_refused_without_muon(key: str) -> None:
     message = f'{key} = 0.5 belongs to optimizer = "muon", not to "adamw"'
     with pytest.raises(ConfigError, match=message):
         validated({"inner": {key: 0.5}}, origin="run.toml")
+
+
+def test_rows_that_no_batch_looks_up_stay_to_the_bit_and_the_others_move() -> None:
+    table = nn.Embedding(6, 4)
+    optimizer = RowwiseAdamW.of_run([*table.parameters()], InnerSection(sparse=True))
+    before = table.weight.detach().clone()
+    for rows in ([0, 3], [3], [5]):
+        table.zero_grad()
+        table(torch.tensor(rows)).square().sum().backward()
+        optimizer.step()
+    moved = (table.weight != before).any(dim=1)
+    assert moved.tolist() == [True, False, False, True, False, True]
+    assert optimizer.state[table.weight]["row_steps"].squeeze(1).tolist() == [
+        1,
+        0,
+        0,
+        2,
+        0,
+        1,
+    ]
+
+
+def test_a_row_with_a_gradient_in_each_step_is_stepped_as_by_adamw() -> None:
+    values = torch.randn(5, 3)
+    inner = InnerSection(learning_rate=0.05)
+    rowwise, plain = (nn.Parameter(values.clone()) for _ in range(2))
+    ours = RowwiseAdamW.of_run([rowwise], inner)
+    theirs = torch.optim.AdamW([plain], lr=0.05, betas=(0.9, 0.95), weight_decay=0.0)
+    for step in range(4):
+        gradient = torch.randn(5, 3, generator=torch.Generator().manual_seed(step))
+        rowwise.grad, plain.grad = gradient.clone(), gradient.clone()
+        ours.step()
+        theirs.step()
+    torch.testing.assert_close(rowwise, plain, rtol=1e-5, atol=1e-6)
+
+
+def test_only_tables_are_stepped_row_by_row_and_only_when_asked_for() -> None:
+    model = Net(8, 40)
+    (adamw,) = inner_optimizers(model, InnerSection())
+    assert isinstance(adamw, torch.optim.AdamW)
+    rowwise, _ = inner_optimizers(model, InnerSection(sparse=True))
+    assert isinstance(rowwise, RowwiseAdamW)
+    assert [p is model.table.weight for g in rowwise.param_groups for p in g["params"]] == [True]
