@@ -23,6 +23,7 @@ from tests.integration import connect_proxy
 from tests.integration.transport_peers import Desk
 from tests.integration.typed_commands import Swarm, done, refused, typed_here
 from tests.ports import free_port
+from tests.relay_scene import echo
 from tests.tiny_runs import tiny_text
 
 HOST = "127.0.0.1"
@@ -39,13 +40,6 @@ async def listening(serve: Serve) -> AsyncIterator[int]:
         yield server.sockets[0].getsockname()[1]
     finally:
         server.close()
-
-
-async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    while data := await reader.read(1 << 16):
-        writer.write(data)
-        await writer.drain()
-    writer.close()
 
 
 @contextlib.contextmanager

@@ -24,8 +24,9 @@ from atoll.optimizers import Optimizers
 from atoll.ranks import Ranks
 from atoll.running_statistics import RunningStatistics
 from atoll.watch import Watch
-from atoll.weights import Place, Weights, local_of, tensors_of
+from atoll.weights import Weights, local_of, tensors_of
 from node.island.ranks.forkserver import prepare_forkserver
+from tests.unit.test_loop_weights import places_of
 
 SIZES = (7, 10, 3)  # of which 10 alone is a multiple of a number of ranks here
 
@@ -69,14 +70,6 @@ MESHES: dict[str, tuple[int, Callable[[Small], None]]] = {
     "tensor parallel": (2, _tensor_parallel),
     "copies": (2, _copies),
 }
-
-
-def places_of(model: nn.Module) -> list[Place]:
-    places, offset = [], 0
-    for name, parameter in model.named_parameters():
-        places.append(Place(name=name, shape=tuple(parameter.shape), offset=offset))
-        offset += parameter.numel()
-    return places
 
 
 def live(rank: int, mesh: str, store: str, parameters: Tensor, published: Tensor) -> None:

@@ -327,6 +327,11 @@ class Scene:
                     self.hold(holder, index, result)
         assert self.state.committed_round == number, self.reason
 
+    def run_round(self, *names: str) -> None:
+        """The round in progress is committed, and these apply it."""
+        self.commit(*names)
+        self.apply(digest_of(f"state {self.state.committed_round}"), *names)
+
     def wait_until(self, time: float) -> None:
         """Lets time pass as the edge does it: a tick at each deadline."""
         while (deadline := next_deadline(self.state)) is not None and deadline <= time:
@@ -337,6 +342,20 @@ class Scene:
 
     def wait(self, seconds: float) -> None:
         self.wait_until(self.now + seconds)
+
+
+def two_nodes() -> Scene:
+    """A run of two nodes, which are here."""
+    scene = Scene(min_nodes=2)
+    scene.attach("node-a", "node-b")
+    return scene
+
+
+def three_nodes() -> Scene:
+    """A run of three nodes, which are here."""
+    scene = Scene(min_nodes=3)
+    scene.attach("node-a", "node-b", "node-c")
+    return scene
 
 
 def of_kind(actions: Iterable[Action], kind: type[T]) -> list[T]:

@@ -14,19 +14,13 @@ from tests.unit.swarm_scene import INITIAL, Scene, asked_of, digest_of, of_kind
 NODES = ("node-a", "node-b")
 
 
-def run_round(scene: Scene) -> None:
-    scene.commit(*NODES)
-    number = scene.state.committed_round
-    scene.apply(digest_of(f"state {number}"), *NODES)
-
-
 def at_the_end(*, lease_seconds: float = 10_000) -> Scene:
     """Both nodes hold the final state, and one is asked to evaluate it; node-c is at the one before."""
     scene = Scene(min_nodes=2, rounds=2, evaluate_every=2, lease_seconds=lease_seconds)
     scene.attach(*NODES)
-    run_round(scene)
+    scene.run_round(*NODES)
     scene.attach("node-c")
-    run_round(scene)
+    scene.run_round(*NODES)
     scene.beat("node-c", at=1, digest=digest_of("state 1"))
     return scene
 
@@ -44,7 +38,7 @@ def losses(scene: Scene) -> list[tuple[int, float]]:
 def test_the_run_finishes_after_the_last_state_is_evaluated() -> None:
     scene = Scene(min_nodes=2, rounds=1, evaluate_every=1)
     scene.attach(*NODES)
-    run_round(scene)
+    scene.run_round(*NODES)
     assert not scene.state.is_finished
     assert scene.reason == "waiting for node-b to evaluate the final state, 20 s left"
     scene.evaluate("node-b", round=1)
@@ -60,7 +54,7 @@ def test_the_run_finishes_after_the_last_state_is_evaluated() -> None:
 def test_another_node_evaluates_the_last_state_when_the_first_is_lost() -> None:
     scene = Scene(min_nodes=2, rounds=1, evaluate_every=1)
     scene.attach(*NODES)
-    run_round(scene)
+    scene.run_round(*NODES)
     scene.leave("node-b")
     assert asked_of(scene.actions, EvaluationAsked) == ["node-a"]
     scene.evaluate("node-a", round=1)
@@ -71,7 +65,7 @@ def test_another_node_evaluates_the_last_state_when_the_first_is_lost() -> None:
 def test_the_run_finishes_without_an_evaluation_when_its_time_is_over() -> None:
     scene = Scene(min_nodes=2, rounds=1, evaluate_every=1)
     scene.attach(*NODES)
-    run_round(scene)
+    scene.run_round(*NODES)
     scene.leave("node-a")
     scene.leave("node-b")
     assert scene.reason.startswith("waiting for a ready node that can evaluate the final state")
@@ -87,7 +81,7 @@ def test_the_run_finishes_without_an_evaluation_when_its_time_is_over() -> None:
 def test_a_node_that_comes_meanwhile_evaluates_the_last_state_and_has_its_own_time_for_it() -> None:
     scene = Scene(min_nodes=2, rounds=1, evaluate_every=1)
     scene.attach(*NODES)
-    run_round(scene)
+    scene.run_round(*NODES)
     for name in NODES:
         scene.leave(name)
     scene.wait(19)
@@ -134,9 +128,9 @@ def slow_at_the_end(*, lease_seconds: float) -> Scene:
     )
     scene.attach(*NODES)
     for _ in range(5):
-        run_round(scene)
+        scene.run_round(*NODES)
     scene.attach("node-c")
-    run_round(scene)
+    scene.run_round(*NODES)
     scene.beat("node-c", at=5, digest=digest_of("state 5"))
     scene.evaluate(evaluator(scene), round=6)
     assert next_apply_seconds(scene.state) == 5
@@ -282,7 +276,7 @@ def test_a_last_commit_of_nodes_that_were_never_here_can_be_brought_back_and_eva
     """A copy of the database from before they joined does not know their speed."""
     scene = Scene(min_nodes=2, rounds=1, adapts_deadlines=True)
     scene.attach(*NODES)
-    run_round(scene)
+    scene.run_round(*NODES)
     (commit,) = [told.commit for told in of_kind(scene.log, RoundCommitted)]
     older = Scene(min_nodes=2, rounds=1, adapts_deadlines=True)
     older.attach("node-c")

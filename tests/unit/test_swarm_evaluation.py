@@ -26,17 +26,11 @@ from tests.unit.swarm_scene import (
 NODES = ("node-a", "node-b")
 
 
-def run_round(scene: Scene) -> None:
-    scene.commit(*NODES)
-    number = scene.state.committed_round
-    scene.apply(digest_of(f"state {number}"), *NODES)
-
-
 def test_states_that_are_due_are_evaluated_by_one_node_each_in_turn() -> None:
     scene = Scene(min_nodes=2, rounds=5, evaluate_every=2)
     scene.attach(*NODES)
     for _ in range(5):
-        run_round(scene)
+        scene.run_round(*NODES)
     rounds = [ask.round for ask in of_kind(scene.log, EvaluationAsked)]
     asked = list(zip(rounds, asked_of(scene.log, EvaluationAsked), strict=True))
     assert asked == [(0, "node-a"), (2, "node-b"), (4, "node-a"), (5, "node-a")]
@@ -48,7 +42,7 @@ def test_who_evaluates_is_sent_its_plan_first_and_so_trains_first() -> None:
     for _ in range(3):
         told = [type(action.message) for action in scene.actions[-2:] if isinstance(action, Tell)]
         assert told == [RoundOpened, EvaluationAsked]
-        run_round(scene)
+        scene.run_round(*NODES)
 
 
 def test_an_evaluation_has_time_until_the_round_that_its_node_trains_in_is_applied() -> None:
@@ -89,8 +83,8 @@ def test_an_evaluation_counts_once_and_only_from_the_node_that_was_asked() -> No
 def test_an_evaluation_never_holds_up_a_round() -> None:
     scene = Scene(min_nodes=2, evaluate_every=1)
     scene.attach(*NODES)
-    run_round(scene)
-    run_round(scene)
+    scene.run_round(*NODES)
+    scene.run_round(*NODES)
     assert scene.round.number == 3
     scene.evaluate("node-b", round=1)  # too late: superseded
     scene.evaluate("node-a", round=2)
@@ -252,7 +246,7 @@ def test_a_node_that_tells_nothing_of_its_held_out_text_is_asked_as_before() -> 
     scene.attach("node-a", corpus=KNOWN_HELD_OUT)
     scene.attach("node-b", corpus=CORPUS)  # of the release before
     for _ in range(3):
-        run_round(scene)
+        scene.run_round(*NODES)
     assert set(asked_of(scene.log, EvaluationAsked)) == set(NODES)
 
 

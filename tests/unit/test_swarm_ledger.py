@@ -15,16 +15,18 @@ from coordinator.swarm.ledger import (
 )
 from protocol.wire.messages import ParticipantsIdle, RefetchAsked, RoundOpened
 from protocol.wire.rounds import BOOK_PLACES, Assignment, CorpusSummary, NodeId, book_of_data
-from tests.unit.swarm_scene import INITIAL, STEP_TOKENS, TOKENS, Scene, digest_of, of_kind
+from tests.unit.swarm_scene import (
+    INITIAL,
+    STEP_TOKENS,
+    TOKENS,
+    Scene,
+    digest_of,
+    of_kind,
+    two_nodes,
+)
 
 AFTER = digest_of("after")
 EIGHT = [f"node-{i}" for i in range(8)]
-
-
-def two_nodes() -> Scene:
-    scene = Scene(min_nodes=2)
-    scene.attach("node-a", "node-b")
-    return scene
 
 
 def next_round(

@@ -18,17 +18,12 @@ from tests.unit.swarm_scene import (
     contribution_from,
     digest_of,
     of_kind,
+    two_nodes,
 )
 
 RESULT = digest_of("result")
 OTHER = digest_of("other")
 AFTER = digest_of("after")
-
-
-def two_nodes() -> Scene:
-    scene = Scene(min_nodes=2)
-    scene.attach("node-a", "node-b")
-    return scene
 
 
 def phase_of(scene: Scene) -> RoundPhase:

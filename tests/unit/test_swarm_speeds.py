@@ -12,7 +12,7 @@ from protocol.run.run_spec import InnerSection
 from protocol.run.schedule import Schedule, Term
 from protocol.wire.messages import Trained
 from protocol.wire.rounds import NodeId
-from tests.unit.swarm_scene import STEP_TOKENS, Scene, digest_of
+from tests.unit.swarm_scene import STEP_TOKENS, Scene, digest_of, three_nodes
 
 
 def a_round(scene: Scene, seconds: dict[str, float]) -> None:
@@ -31,12 +31,6 @@ def a_round(scene: Scene, seconds: dict[str, float]) -> None:
 
 def budgets(scene: Scene) -> dict[NodeId, int]:
     return {a.node_id: a.inner_steps for a in scene.round.assignments}
-
-
-def three_nodes() -> Scene:
-    scene = Scene(min_nodes=3)
-    scene.attach("node-a", "node-b", "node-c")
-    return scene
 
 
 def test_slower_nodes_get_fewer_inner_steps_and_samples_and_the_plan_says_so() -> None:

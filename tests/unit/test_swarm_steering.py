@@ -24,7 +24,7 @@ from protocol.trust.rulings import (
 )
 from protocol.wire.messages import ParticipantsDeparted, RoundOpened, RulingsTold, RunFinished
 from protocol.wire.rounds import NodeId
-from tests.unit.swarm_scene import Scene, digest_of, of_kind
+from tests.unit.swarm_scene import Scene, of_kind
 
 
 def ruled(scene: Scene, kind: RulingKind, node: str = "", **fields: Any) -> None:
@@ -38,11 +38,6 @@ def ruled(scene: Scene, kind: RulingKind, node: str = "", **fields: Any) -> None
             **fields,
         )
     )
-
-
-def run_round(scene: Scene, *nodes: str) -> None:
-    scene.commit(*nodes)
-    scene.apply(digest_of(f"state {scene.state.committed_round}"), *nodes)
 
 
 def amended_rules(scene: Scene, **changes: Any) -> Rules:
@@ -115,7 +110,7 @@ def test_a_pause_lets_the_round_in_flight_end_and_opens_no_other() -> None:
     scene = Scene(min_nodes=1)
     scene.attach("a")
     ruled(scene, RulingKind.PAUSED, reason="night")
-    run_round(scene, "a")
+    scene.run_round("a")
     assert scene.state.open_round is None
     assert scene.reason == (
         "paused by the run owner since 2023-11-14 22:13:20 UTC: night; 'atoll run resume' goes on"
@@ -127,9 +122,9 @@ def test_a_pause_lets_the_round_in_flight_end_and_opens_no_other() -> None:
 def test_a_stop_makes_the_round_in_flight_the_last_one() -> None:
     scene = Scene(min_nodes=1, rounds=10)
     scene.attach("a")
-    run_round(scene, "a")
+    scene.run_round("a")
     ruled(scene, RulingKind.STOPPED, reason="enough")
-    run_round(scene, "a")
+    scene.run_round("a")
     assert not scene.state.is_finished
     scene.evaluate("a", round=2)
     (finished,) = scene.asked(RunFinished)
@@ -141,7 +136,7 @@ def test_a_paused_run_can_be_stopped() -> None:
     scene = Scene(min_nodes=1)
     scene.attach("a")
     ruled(scene, RulingKind.PAUSED)
-    run_round(scene, "a")
+    scene.run_round("a")
     ruled(scene, RulingKind.STOPPED)
     scene.evaluate("a", round=1)
     assert scene.state.is_finished
@@ -155,7 +150,7 @@ def test_an_amendment_holds_from_the_next_round_on_and_every_plan_names_it() -> 
     assert scene.state.rulings[-1].from_round == 2
     (told,) = scene.asked(RulingsTold)
     assert told.rulings == scene.state.rulings
-    run_round(scene, "a")
+    scene.run_round("a")
     plans = [opened.plan for opened in of_kind(scene.log, RoundOpened)]
     assert [(plan.round, plan.num_rulings) for plan in plans] == [(1, 0), (2, 1)]
     assert plans[1].assignments[0].inner_steps == 7
@@ -181,7 +176,7 @@ def test_a_node_that_was_barred_while_it_asked_to_attach_is_refused() -> None:
 def begun() -> Scene:
     scene = Scene(min_nodes=1, rounds=3)
     scene.attach("a", "b")
-    run_round(scene, "a", "b")
+    scene.run_round("a", "b")
     return scene
 
 
@@ -193,7 +188,7 @@ def stopped() -> Scene:
 
 def finished() -> Scene:
     scene = stopped()
-    run_round(scene, "a", "b")
+    scene.run_round("a", "b")
     scene.evaluate("a", round=2)
     scene.evaluate("b", round=2)
     assert scene.state.is_finished
@@ -216,8 +211,8 @@ def test_more_rounds_open_a_finished_run_again_for_nodes_that_have_gone_home() -
     assert state is not None
     scene.attach("a", at=2, digest=state)
     assert scene.round.number == 3 and not scene.asked(RunFinished)
-    run_round(scene, "a")
-    run_round(scene, "a")
+    scene.run_round("a")
+    scene.run_round("a")
     scene.evaluate("a", round=4)
     assert scene.state.is_finished and scene.reason.startswith("all 4 rounds are committed")
 
@@ -227,7 +222,7 @@ def test_a_run_that_is_being_stopped_goes_on_when_it_is_extended() -> None:
     assert scene.state.rules.total_rounds == 2
     rules = amended_rules(scene, total_rounds=3)
     ruled(scene, RulingKind.AMENDED, changes=((ROUNDS, 3),), rules=rules)
-    run_round(scene, "a", "b")
+    scene.run_round("a", "b")
     assert scene.round.number == 3
 
 
@@ -235,12 +230,12 @@ def test_an_end_that_was_waited_for_begins_anew_after_an_extension() -> None:
     """Else the clock would have had something to do ever since, and the next end come at once."""
     scene = Scene(min_nodes=1, rounds=1, evaluate_every=1)
     scene.attach("a", "b")
-    run_round(scene, "a", "b")
+    scene.run_round("a", "b")
     assert scene.state.end_waits_until is not None
     rules = amended_rules(scene, total_rounds=2)
     ruled(scene, RulingKind.AMENDED, changes=((ROUNDS, 2),), rules=rules)
     assert scene.state.end_waits_until is None
-    run_round(scene, "a", "b")
+    scene.run_round("a", "b")
     assert not scene.state.is_finished
 
 
@@ -288,7 +283,7 @@ def test_what_makes_no_sense_is_refused_and_changes_nothing(
 def all_done() -> Scene:
     scene = begun()
     for _ in range(2):
-        run_round(scene, "a", "b")
+        scene.run_round("a", "b")
     scene.evaluate("a", round=3)
     scene.evaluate("b", round=3)
     assert scene.state.is_finished
@@ -301,7 +296,7 @@ def test_a_finished_run_goes_on_when_rounds_are_added_and_ends_anew_after_them()
     ruled(scene, RulingKind.AMENDED, changes=((ROUNDS, 4),), rules=rules)
     assert not scene.state.is_finished and scene.state.finished_at is None
     assert [m.plan.round for m in scene.asked(RoundOpened)] == [4]
-    run_round(scene, "a", "b")
+    scene.run_round("a", "b")
     scene.evaluate("a", round=4)
     assert [m.round for m in of_kind(scene.log, RunFinished)] == [3, 4]
 

@@ -10,16 +10,10 @@ from protocol.wire.messages import (
     SliceTakenOver,
 )
 from protocol.wire.rounds import NodeId
-from tests.unit.swarm_scene import INITIAL, TOKENS, Scene, digest_of, of_kind
+from tests.unit.swarm_scene import INITIAL, TOKENS, Scene, digest_of, of_kind, three_nodes
 
 RESULT = digest_of("result")
 OTHER = digest_of("other")
-
-
-def three_nodes() -> Scene:
-    scene = Scene(min_nodes=3)
-    scene.attach("node-a", "node-b", "node-c")
-    return scene
 
 
 def reducers(scene: Scene) -> list[str]:

@@ -10,7 +10,7 @@ from coordinator.swarm.explain import explain
 from coordinator.swarm.state import KEPT_WRITTEN, Written
 from protocol.wire.messages import EvaluationAsked, RunFinished, Wrote
 from protocol.wire.rounds import NodeId
-from tests.unit.swarm_scene import Scene, asked_of, digest_of, of_kind
+from tests.unit.swarm_scene import Scene, asked_of, of_kind
 
 NODES = ("node-a", "node-b")
 
@@ -19,11 +19,6 @@ def scene_of(*, rounds: int = 5, every: int = 1, watches_loss: bool = False) -> 
     scene = Scene(min_nodes=2, rounds=rounds, evaluate_every=every)
     scene.amend(num_prompts=2, watches_loss=watches_loss)
     return scene
-
-
-def run_round(scene: Scene) -> None:
-    scene.commit(*NODES)
-    scene.apply(digest_of(f"state {scene.state.committed_round}"), *NODES)
 
 
 def write(scene: Scene, name: str, round: int, *texts: str, why_not: str = "") -> None:
@@ -44,8 +39,8 @@ def writers(scene: Scene) -> list[tuple[int, str]]:
 def test_of_those_who_evaluate_one_has_the_model_write_another_one_each_time() -> None:
     scene = scene_of(watches_loss=True)
     scene.attach(*NODES)
-    run_round(scene)
-    run_round(scene)
+    scene.run_round(*NODES)
+    scene.run_round(*NODES)
     assert writers(scene) == [(0, "node-a"), (1, "node-b"), (2, "node-a")]
     assert sorted(asked_of(scene.log, EvaluationAsked)) == ["node-a"] * 3 + ["node-b"] * 3
 
@@ -53,7 +48,7 @@ def test_of_those_who_evaluate_one_has_the_model_write_another_one_each_time() -
 def test_a_run_without_prompts_asks_nobody_to_write() -> None:
     scene = Scene(min_nodes=2, evaluate_every=1)
     scene.attach(*NODES)
-    run_round(scene)
+    scene.run_round(*NODES)
     assert of_kind(scene.log, EvaluationAsked) and not writers(scene)
     write(scene, "node-a", 0, "unasked")
     assert scene.state.written == ()
@@ -64,8 +59,8 @@ def test_a_text_that_comes_rounds_later_is_kept_with_its_round_and_one_nobody_as
 ):
     scene = scene_of()
     scene.attach(*NODES)
-    run_round(scene)
-    run_round(scene)
+    scene.run_round(*NODES)
+    scene.run_round(*NODES)
     write(scene, "node-b", 1, "one", "two")
     write(scene, "node-b", 1, "again", "and again")
     write(scene, "node-b", 0, "not", "asked")
@@ -102,7 +97,7 @@ def test_texts_of_a_long_run_are_bounded_and_lie_further_apart_the_older_they_ar
     scene = scene_of(rounds=num_rounds + 1)
     scene.attach(*NODES)
     for _ in range(num_rounds):
-        run_round(scene)
+        scene.run_round(*NODES)
         number, name = writers(scene)[-1]
         write(scene, name, number, "one", "two")
     kept = [w.round for w in scene.state.written]
@@ -117,7 +112,7 @@ def test_the_run_ends_when_its_last_model_has_written_or_its_time_is_up() -> Non
     for has_written in (True, False):
         scene = scene_of(rounds=1)
         scene.attach(*NODES)
-        run_round(scene)
+        scene.run_round(*NODES)
         (number, name) = writers(scene)[-1]
         scene.evaluate(name, round=1)
         assert (number, scene.state.is_finished) == (1, False)
@@ -134,7 +129,7 @@ def test_the_run_ends_when_its_last_model_has_written_or_its_time_is_up() -> Non
 def test_the_end_does_not_wait_for_a_writer_that_has_left() -> None:
     scene = scene_of(rounds=1)
     scene.attach(*NODES)
-    run_round(scene)
+    scene.run_round(*NODES)
     (_, name) = writers(scene)[-1]
     scene.evaluate(name, round=1)
     scene.leave(name)
@@ -145,7 +140,7 @@ def test_what_a_state_that_is_no_more_wrote_is_forgotten_and_not_taken() -> None
     scene = scene_of()
     scene.attach(*NODES)
     write(scene, "node-a", 0, "one", "two")
-    run_round(scene)
+    scene.run_round(*NODES)
     before = scene.state
     assert [one.round for one in before.writing] == [1]
     known = Written(round=1, node_id=NodeId("node-b"), texts=("three", "four"))
