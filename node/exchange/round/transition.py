@@ -5,7 +5,6 @@ decided about it is decided here: no I/O, no clock and no waiting. Events that a
 an earlier takeover change nothing.
 """
 
-import math
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -45,6 +44,7 @@ from node.exchange.round.waiting import (
     due_times,
     late_for,
     silent_times,
+    wakes_at,
 )
 from protocol.wire.findings import LeftOutSeen, ResultRefused
 from protocol.wire.messages import (
@@ -88,10 +88,7 @@ def step(state: RoundState, event: Event, now: float) -> Transition:
     _reduce_what_is_here(turn)
     _fetch_what_is_due(turn)
     _tell_what_is_silent(turn)
-    times = [collects_until(turn.state, known) for known in collecting(turn.state)]
-    times += [at for at in due_times(turn.state).values() if at < math.inf]
-    times += [at for at in silent_times(turn.state).values() if at > now]
-    wake_at = min(times, default=None)
+    wake_at = wakes_at(turn.state, now)
     return Transition(state=turn.state, actions=tuple(turn.actions), wake_at=wake_at, refusal=why)
 
 

@@ -237,6 +237,14 @@ def _due_at(state: RoundState, known: SliceState) -> float:
     return max(state.committed_at, state.push_ended_at.get(reducer, 0.0)) + grace_seconds
 
 
+def wakes_at(state: RoundState, now: float) -> float | None:
+    """When time alone would do something next; None: never."""
+    times = [collects_until(state, known) for known in collecting(state)]
+    times += [at for at in due_times(state).values() if at < math.inf]
+    times += [at for at in silent_times(state).values() if at > now]
+    return min(times, default=None)
+
+
 def waiting_for(state: RoundState) -> str:
     """What the exchange waits for, in words; empty when for nothing."""
     if state.commit is not None:
