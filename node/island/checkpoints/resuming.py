@@ -1,4 +1,4 @@
-"""How ranks that were just started come to their inner optimizer's state, and learn carefully without it.
+"""How ranks that were just started come to their inner optimizer's state, and how long rates rise without it.
 
 Reading and cutting it is node.island.checkpoints.writer's, in the ranks.
 """
@@ -114,31 +114,3 @@ def rewarming_steps(spec: RunSpec) -> int:
     too large. A round's steps at most: a restart should not cost more than one.
     """
     return min(spec.node_steps, round(2 / (1 - spec.inner.beta2)))
-
-
-class Rewarming:
-    """The rise of learning rates after a start with zero moments, unless the run itself begins."""
-
-    def __init__(self, num_steps: int) -> None:
-        self._num_steps = num_steps
-        self._is_decided = False
-        self.steps_left = 0
-
-    def begin(self, token_clock: int) -> None:
-        """Before inner steps of a round. Where the clock is at 0 the run's own warm-up is what there is."""
-        if not self._is_decided and token_clock > 0:
-            self.steps_left = self._num_steps
-        self._is_decided = True
-
-    def go_on(self, steps_left: int) -> None:
-        """The moments are not zero: only what an earlier rise had left is to be done."""
-        self.steps_left = min(steps_left, self._num_steps)
-        self._is_decided = True
-
-    def share(self) -> float:
-        """What the learning rates of the next inner step are multiplied by."""
-        return (self._num_steps - self.steps_left + 1) / (self._num_steps + 1)
-
-    def stepped(self) -> None:
-        """An inner step was taken."""
-        self.steps_left = max(0, self.steps_left - 1)

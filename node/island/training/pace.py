@@ -1,4 +1,4 @@
-"""The pace of a rank through a round's inner steps: when it tells of them, rests, and asks whether to go on.
+"""The pace of a rank: how its rates rise at first, and when it tells of inner steps, rests, or asks to go on.
 
 The steps themselves are in trainer.py.
 """
@@ -142,3 +142,31 @@ class Rests:
         now = self._clock()
         self.seconds += now - began_at
         return now
+
+
+class Rewarming:
+    """The rise of learning rates after a start with zero moments, unless the run itself begins."""
+
+    def __init__(self, num_steps: int) -> None:
+        self._num_steps = num_steps
+        self._is_decided = False
+        self.steps_left = 0
+
+    def begin(self, token_clock: int) -> None:
+        """Before inner steps of a round. Where the clock is at 0 the run's own warm-up is what there is."""
+        if not self._is_decided and token_clock > 0:
+            self.steps_left = self._num_steps
+        self._is_decided = True
+
+    def go_on(self, steps_left: int) -> None:
+        """The moments are not zero: only what an earlier rise had left is to be done."""
+        self.steps_left = min(steps_left, self._num_steps)
+        self._is_decided = True
+
+    def share(self) -> float:
+        """What the learning rates of the next inner step are multiplied by."""
+        return (self._num_steps - self.steps_left + 1) / (self._num_steps + 1)
+
+    def stepped(self) -> None:
+        """An inner step was taken."""
+        self.steps_left = max(0, self.steps_left - 1)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from node.island.checkpoints.folder import About
 from node.island.checkpoints.inner_state import Blank, Named, Staging, Tensors, is_stepped, named_by
-from node.island.checkpoints.resuming import Rewarming, rewarming_steps
+from node.island.checkpoints.resuming import rewarming_steps
 from node.island.data.dataset import Dataset, SampleOrder
 from node.island.data.functions import seed_of
 from node.island.island import Evaluation, InnerReport, InnerWork, Progress, rebases
@@ -49,7 +49,7 @@ from node.island.ranks.accelerator import begin_measuring_memory, copies_of
 from node.island.training.engine import Engine
 from node.island.training.losses import Losses
 from node.island.training.optimizers import Muon
-from node.island.training.pace import Rests, Tally, Telling, steps_until_next_look
+from node.island.training.pace import Rests, Rewarming, Tally, Telling, steps_until_next_look
 from node.outer_state import Vector
 from protocol.run.models import layout_of
 from protocol.run.run_spec import RunSpec
