@@ -12,6 +12,9 @@ import pytest
 import torch
 
 from lab.simulation.inline_island import lone_work, unseen
+from node.island.data.dataset import Corpus, Dataset, read_corpus
+from node.island.data.opening import open_dataset
+from node.island.data.places import DataPlaces
 from node.island.island import Evaluation, InnerReport
 from node.island.models.describing import describe, first_vector
 from node.island.parallel.mesh import Mesh
@@ -84,6 +87,16 @@ def check_alike(spec: RunSpec, found: Outcome, alone: Outcome) -> None:
     assert after.loss == pytest.approx(one_after.loss, abs=1e-4)
     np.testing.assert_allclose(last, one_last, rtol=0, atol=3e-4)
     assert not np.array_equal(last, first)
+
+
+def dataset_of(spec: RunSpec, place: Path) -> Dataset:
+    """What ranks train on, as nodes open it."""
+    return open_dataset(spec, DataPlaces(folder=place))
+
+
+def texts(spec: RunSpec, place: Path) -> Corpus:
+    """The text of `text_run`, which lies outside of the place."""
+    return read_corpus(spec.data, context=spec.model.context, batch=spec.inner.batch, folder=place)
 
 
 def trained(

@@ -4,15 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from node.island.data.dataset import Dataset
-from node.island.data.opening import open_dataset
-from node.island.data.places import DataPlaces
 from node.island.models.describing import describe
 from node.island.parallel.mesh_shape import PLAIN, LocalTraining, MeshShape
 from node.island.ranks.forkserver import prepare_forkserver
 from protocol.run.models import FunctionModel
 from protocol.run.run_spec import DataSection, EvaluationSection, InnerSection, RunSpec
-from tests.islands.any_model_scene import Outcome, RefusedError, check_alike, trained
+from tests.islands.any_model_scene import Outcome, RefusedError, check_alike, dataset_of, trained
 
 
 def spec_of(*, counts: bool, sparse: bool, optimizer: str = "adamw") -> RunSpec:
@@ -35,10 +32,6 @@ def spec_of(*, counts: bool, sparse: bool, optimizer: str = "adamw") -> RunSpec:
         evaluation=EvaluationSection(samples=31),
     )
     return spec.model_copy(update={"description": describe(spec, Path.cwd())})
-
-
-def dataset_of(spec: RunSpec, place: Path) -> Dataset:
-    return open_dataset(spec, DataPlaces(folder=place))
 
 
 @pytest.mark.parametrize("how", ["gradient", "shapes"])

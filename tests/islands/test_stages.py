@@ -7,9 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from node.island.data.dataset import Corpus, Dataset, read_corpus
-from node.island.data.opening import open_dataset
-from node.island.data.places import DataPlaces
 from node.island.models.describing import describe
 from node.island.parallel.mesh_shape import PLAIN, LocalTraining, MeshShape
 from node.island.ranks.forkserver import prepare_forkserver
@@ -19,11 +16,10 @@ from tests.islands.any_model_scene import (
     Outcome,
     RefusedError,
     check_alike,
-    prepare_with_transformers,
-    text_run,
+    dataset_of,
+    texts,
     trained,
 )
-from tests.transformers_configs import CONFIGS
 
 
 def spec_of(*, tied: bool = True, counts: bool = False, optimizer: str = "adamw") -> RunSpec:
@@ -47,10 +43,6 @@ def spec_of(*, tied: bool = True, counts: bool = False, optimizer: str = "adamw"
         evaluation=EvaluationSection(samples=31),
     )
     return spec.model_copy(update={"description": describe(spec, Path.cwd())})
-
-
-def dataset_of(spec: RunSpec, place: Path) -> Dataset:
-    return open_dataset(spec, DataPlaces(folder=place))
 
 
 def test_stages_that_only_values_show_to_be_wrong_are_refused_before_the_first_step(
@@ -128,26 +120,6 @@ def test_a_sum_that_overflows_in_fp16_is_no_fault_of_a_plan(tmp_path: Path) -> N
     spec, local = KINDS["counted"], LocalTraining(precision="fp16")
     *_, first, last = trained(spec, MeshShape(pipeline=2), tmp_path, dataset_of, local)
     assert not np.array_equal(first, last)
-
-
-def texts(spec: RunSpec, place: Path) -> Corpus:
-    return read_corpus(spec.data, context=spec.model.context, batch=spec.inner.batch, folder=place)
-
-
-@pytest.fixture(scope="module")
-def transformers_alone(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Callable[[str], tuple[RunSpec, Outcome]]:
-    """What one process comes to, for each kind of model."""
-    prepare_with_transformers()
-
-    @cache
-    def alone(kind: str) -> tuple[RunSpec, Outcome]:
-        folder = tmp_path_factory.mktemp(kind)
-        spec = text_run(CONFIGS[kind], folder)
-        return spec, trained(spec, MeshShape(), folder, texts)
-
-    return alone
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -11,41 +10,21 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from node.island.data.dataset import Corpus, Dataset, read_corpus
 from node.island.data.manifest import read_manifest
-from node.island.data.opening import open_dataset
-from node.island.data.places import DataPlaces
 from node.island.models.describing import describe
 from node.island.parallel.mesh_shape import PLAIN, LocalTraining, MeshShape
 from protocol.run.run_spec import DataSection, LoraSection, RunSpec
 from tests.islands.any_model_scene import (
     Outcome,
     check_alike,
+    dataset_of,
     prepare_with_transformers,
     text_run,
+    texts,
     trained,
 )
 from tests.transformers_configs import CONFIGS
 from tests.unit.tokens_scene import prepared
-
-
-def texts(spec: RunSpec, place: Path) -> Corpus:
-    return read_corpus(spec.data, context=spec.model.context, batch=spec.inner.batch, folder=place)
-
-
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[RunSpec, Outcome]]:
-    """What one process comes to, for each kind of model."""
-    prepare_with_transformers()
-
-    @cache
-    def alone(kind: str) -> tuple[RunSpec, Outcome]:
-        folder = tmp_path_factory.mktemp(kind)
-        spec = text_run(CONFIGS[kind], folder)
-        return spec, trained(spec, MeshShape(), folder, texts)
-
-    return alone
-
 
 RECOMPUTED = LocalTraining(activation_checkpointing="full", micro_batch=3)
 
@@ -74,10 +53,10 @@ def test_a_mesh_trains_as_one_process_and_publishes_the_same_bytes(
     kind: str,
     shape: MeshShape,
     local: LocalTraining,
-    alone: Callable[[str], tuple[RunSpec, Outcome]],
+    transformers_alone: Callable[[str], tuple[RunSpec, Outcome]],
     tmp_path: Path,
 ) -> None:
-    spec, one = alone(kind)
+    spec, one = transformers_alone(kind)
     found = trained(spec, shape, tmp_path, texts, local)
     check_alike(spec, found, one)
     assert found[1].loss < found[0].loss - 0.05
@@ -131,16 +110,12 @@ def apart(tmp_path_factory: pytest.TempPathFactory) -> RunSpec:
     return spec.model_copy(update={"data": data})
 
 
-def tokens(spec: RunSpec, place: Path) -> Dataset:
-    return open_dataset(spec, DataPlaces(folder=place))
-
-
 def test_a_mesh_keeps_documents_apart_as_one_process_does(apart: RunSpec, tmp_path: Path) -> None:
     prepare_with_transformers()
     across = apart.data.model_copy(update={"across_documents": True})
-    one = trained(apart, MeshShape(), tmp_path, tokens)
-    other = trained(apart.model_copy(update={"data": across}), MeshShape(), tmp_path, tokens)
-    many = trained(apart, MeshShape(tensor=2), tmp_path, tokens, RECOMPUTED)
+    one = trained(apart, MeshShape(), tmp_path, dataset_of)
+    other = trained(apart.model_copy(update={"data": across}), MeshShape(), tmp_path, dataset_of)
+    many = trained(apart, MeshShape(tensor=2), tmp_path, dataset_of, RECOMPUTED)
     assert many[2].loss == pytest.approx(one[2].loss, abs=1e-5)
     assert many[2].loss != pytest.approx(other[2].loss, abs=1e-4)
     np.testing.assert_allclose(many[4], one[4], rtol=0, atol=3e-4)
