@@ -141,6 +141,7 @@ def advice_for(
         )
     step_seconds = 1 / max(speeds)
     num_nodes = max(2, taking_part(last))
+    steps = spec.steps_among(num_nodes)
     situation = Situation(
         num_parameters=run.num_parameters,
         num_layers=spec.num_layers,
@@ -149,7 +150,7 @@ def advice_for(
         up_bits_per_second=links.up_bits_per_second,
         round_trip_seconds=round_trip_seconds,
         seconds_per_inner_step=step_seconds,
-        total_steps=run.total_rounds * spec.node_steps,
+        total_steps=run.total_rounds * steps,
         batch=spec.inner.batch,
         congestion_control=None,
         arithmetic=links.arithmetic,
@@ -157,8 +158,8 @@ def advice_for(
         has_weights=spec.goes_on_with_weights,
         flops_per_second=6.0 * run.num_parameters * spec.tokens_per_inner_step / step_seconds,
     )
-    given = _given(spec)
-    now = found(_setting_of(spec), situation, given)
+    given = _given(spec, steps)
+    now = found(_setting_of(spec, steps), situation, given)
     every = [found(each, situation, given) for each in settings_of(situation, given)]
     every = [each for each in every if _fits(each, spec)]
     has_momentum = spec.outer.optimizer == "nesterov" and spec.outer.momentum > 0
@@ -184,7 +185,7 @@ def taking_part(rounds: Sequence[pb.RoundSummary]) -> int:
     return round(median(each.num_participants for each in rounds))
 
 
-def _given(spec: RunSpec) -> Given:
+def _given(spec: RunSpec, steps: int) -> Given:
     """What a run cannot change, and sparse codecs: what they owe wants another outer step."""
     given: dict[tuple[str, str], object] = {
         ("exchange", "fragments"): spec.exchange.fragments,
@@ -197,17 +198,17 @@ def _given(spec: RunSpec) -> Given:
         given["exchange", "uplink"] = spec.exchange.uplink
         given["exchange", "downlink"] = spec.exchange.downlink
     if spec.inner.round_tokens is not None:
-        given["inner", "steps"] = spec.node_steps
+        given["inner", "steps"] = steps
     return given
 
 
-def _setting_of(spec: RunSpec) -> Setting:
+def _setting_of(spec: RunSpec, steps: int) -> Setting:
     return Setting(
         uplink=spec.exchange.uplink,
         downlink=spec.exchange.downlink,
         fragments=spec.exchange.fragments,
         has_overlap=spec.exchange.overlap != "none",
-        steps=spec.node_steps,
+        steps=steps,
         audit=spec.outer.audit,
         keeps_error=spec.exchange.reducer_error == "keep",
     )

@@ -39,9 +39,10 @@ def costs_in_words(run: RunSpec, *, num_nodes: int | None = None) -> Iterator[st
     `num_nodes` take part; where nobody knows that yet, [run] min_nodes do at least.
     """
     num_nodes = num_nodes or run.run.min_nodes
-    steps, rounds, fragments = run.node_steps, run.run.rounds, run.exchange.fragments
     if num_nodes < 2:
         return
+    steps, rounds = run.steps_among(num_nodes), run.run.rounds
+    fragments = run.exchange.fragments
     exchanges, total_steps = rounds // fragments, rounds * steps
     is_short = total_steps < SHORT_STEPS
     if exchanges < (LEAST_IN_SHORT if is_short else LEAST_EXCHANGES):
@@ -49,7 +50,7 @@ def costs_in_words(run: RunSpec, *, num_nodes: int | None = None) -> Iterator[st
         times = "once" if exchanges == 1 else counted(exchanges, "time")
         yield (
             f"each parameter is exchanged {times} in the whole run, and runs of small models ended 4 % "
-            f"lower or more with {enough} exchanges: write {_oftener(run, enough)}"
+            f"lower or more with {enough} exchanges: write {_oftener(run, steps, enough)}"
         )
         if rounds >= enough:
             fragments = max(1, rounds // enough)
@@ -65,16 +66,16 @@ def costs_in_words(run: RunSpec, *, num_nodes: int | None = None) -> Iterator[st
         yield from _of_plain_mean(run, interval=interval, num_nodes=num_nodes)
 
 
-def _oftener(run: RunSpec, enough: int) -> str:
-    """What makes as many exchanges of as many inner steps: fewer fragments, or else shorter rounds."""
+def _oftener(run: RunSpec, now: int, enough: int) -> str:
+    """What makes as many exchanges of as many inner steps: fewer fragments, or rounds of fewer than `now`."""
     if run.run.rounds >= enough:
         return f"[exchange] fragments = {max(1, run.run.rounds // enough)}"
-    total_steps = run.run.rounds * run.node_steps
+    total_steps = run.run.rounds * now
     steps = max(1, total_steps // enough)
     rounds = f"[run] rounds = {-(-total_steps // steps)}"
     fewer = "" if run.exchange.fragments == 1 else ", and [exchange] fragments = 1"
     if run.inner.round_tokens is not None:
-        share = run.inner.round_tokens * steps // run.node_steps
+        share = run.inner.round_tokens * steps // now
         return f"{rounds} and [inner] round_tokens = {share}{fewer}"
     return f"{rounds} and [inner] steps = {steps}{fewer}"
 

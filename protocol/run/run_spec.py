@@ -536,8 +536,12 @@ class RunSpec(Section):
     @property
     def node_steps(self) -> int:
         """Inner steps of one node in a round of `min_nodes` that are equally fast."""
+        return self.steps_among(self.run.min_nodes)
+
+    def steps_among(self, num_nodes: int) -> int:
+        """The same in a round of so many."""
         shared = self.round_steps
-        return self.inner.steps if shared is None else shared // self.run.min_nodes
+        return self.inner.steps if shared is None else max(1, shared // num_nodes)
 
     def canonical_json(self) -> str:
         """The run as JSON with sorted keys and no spaces: what the digest is taken of.

@@ -112,6 +112,14 @@ def test_a_swarm_that_waits_for_slow_links_gets_more_steps_or_fewer_bits() -> No
     assert better.prediction.bytes_per_round < now.prediction.bytes_per_round
 
 
+def test_nodes_that_share_a_rounds_tokens_take_the_fewer_steps_the_more_they_are() -> None:
+    tokens = 3 * 60 * run_of().tokens_per_inner_step
+    spec = run_of(inner={"round_tokens": tokens})
+    for num_nodes, steps in ((3, 60), (6, 30)):
+        advice = asked(spec, mbit=50, rounds=rounds_of(20.0, num_nodes=num_nodes))
+        assert advice.now.setting.steps == steps
+
+
 def test_what_its_settings_cost_those_who_take_part_is_said() -> None:
     outer = {"optimizer": "sgd", "learning_rate": 1.0, "momentum": 0.0}
     spec = run_of(inner={"steps": 12, "optimizer": "muon"}, outer=outer)

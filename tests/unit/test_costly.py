@@ -104,6 +104,17 @@ def test_the_plain_mean_costs_those_who_take_part_and_not_the_fewest_of_a_run() 
     assert not list(costs_in_words(alone)) and list(costs_in_words(alone, num_nodes=4))
 
 
+def test_shared_tokens_make_fewer_steps_of_more_nodes() -> None:
+    step_tokens = run_of().tokens_per_inner_step
+    shared = run_of(inner={"round_tokens": 2 * 60 * step_tokens}, outer=PLAIN)
+    assert "every 15 inner steps" in "".join(costs_in_words(shared, num_nodes=8))
+    assert not list(costs_in_words(shared, num_nodes=15))
+    few = run_of(rounds=2, inner={"round_tokens": 2 * 64 * step_tokens}, outer={"momentum": 0.3})
+    for num_nodes in (2, 4):
+        tokens = 2 * 64 * step_tokens // 4
+        assert f"round_tokens = {tokens}" in "".join(costs_in_words(few, num_nodes=num_nodes))
+
+
 def test_momentum_costs_nobody_in_exchanges_that_are_neither_few_nor_frequent() -> None:
     for num_nodes in (None, 2, 4, 8):
         for steps in range(9, 40):
