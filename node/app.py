@@ -14,7 +14,7 @@ from pathlib import Path
 
 import structlog
 
-from node.config import NodeSettings
+from node.config import WRITTEN_IN_PLACE, NodeSettings
 from node.island.data.places import DataPlaces, check_reach, reads_in_words
 from node.island.models.code import DIGITS, code_digest, functions_of, in_words
 from node.island.ranks.forkserver import end_forkserver, prepare_forkserver, rank_output
@@ -38,7 +38,7 @@ from node.machine.placement import (
 from node.outer_state import tell_leftovers
 from node.stopping import NotSavedError, StopSignals
 from protocol.errors import AtollError
-from protocol.files.durable import FolderLock
+from protocol.files.durable import FolderLock, require_ours
 from protocol.files.leftovers import temporary_directory
 from protocol.run.run_spec import RunSpec
 from protocol.service.limits import require_open_files, require_processes
@@ -84,6 +84,7 @@ async def run_node(
     require_open_files(OWN_OPEN_FILES + OPEN_FILES_PER_RANK * num_ranks, of=what)
     require_processes(processes_for(num_ranks), of=what)
     temporary_directory(has_sockets=True)
+    require_ours(folder, WRITTEN_IN_PLACE)
     lock = FolderLock.take(
         folder,
         holder="node",

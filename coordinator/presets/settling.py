@@ -24,9 +24,15 @@ from coordinator.presets.choosing import Plan, chosen
 from coordinator.presets.cost import CUBIC, CongestionControl, Situation
 from coordinator.presets.reasons import counted
 from protocol.errors import ConfigError
-from protocol.files.durable import TOML_ENCODING, as_typed, read_toml
+from protocol.files.durable import TOML_ENCODING, read_toml
 from protocol.run.models import Positive, Section
-from protocol.run.run_files import MADE_OF, description_beside, validated, validated_file
+from protocol.run.run_files import (
+    MADE_OF,
+    WHEN_MISSING,
+    description_beside,
+    validated,
+    validated_file,
+)
 from protocol.run.run_spec import RunSpec
 from protocol.terminal.console import directions_of, seconds_of
 
@@ -409,7 +415,7 @@ def settled_run_file(path: Path, *, described_in: Path | None = None) -> Settled
 
     Its model's description lies in a folder of its own, or beside it. Raises NoInputError or ConfigError.
     """
-    tables = read_toml(path, when_missing=f"run 'atoll init {as_typed(path.parent)}'")
+    tables = read_toml(path, when_missing=WHEN_MISSING)
     if wants_settling(tables):
         description = description_beside(described_in or path.parent) or {}
         description.pop(MADE_OF, None)

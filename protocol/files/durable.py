@@ -5,6 +5,7 @@ import errno
 import fcntl
 import json
 import os
+import pwd
 import shlex
 import shutil
 import stat
@@ -38,10 +39,69 @@ def refusal_to_write(path: Path, error: OSError) -> AtollError:
         return SystemRefusedError(
             f"cannot write {path}: {error.strerror}", next_step=NEXT_STEP_FOR_REFUSAL[error.errno]
         )
-    next_step = f"make {path.parent} a folder that you may write to, or choose another"
+    next_step = whose_it_is(path) or (
+        f"make {path.parent} a folder that you may write to, or choose another"
+    )
     if error.errno in (errno.EROFS, errno.ENAMETOOLONG, errno.EISDIR):
         next_step = NEXT_STEP_FOR_REFUSAL[error.errno]
     return CannotCreateError(f"cannot write {path}: {error.strerror or error}", next_step=next_step)
+
+
+# Whose files are: a command that was typed once with sudo leaves some of root's in a user's folder.
+
+
+def name_of_user(user_id: int) -> str:
+    """What the system calls a user; the number of one who has no name, as in containers."""
+    try:
+        return pwd.getpwuid(user_id).pw_name
+    except KeyError:
+        return str(user_id)
+
+
+def owner_of(path: Path) -> str:
+    """The user whose file or folder it is. Raises OSError."""
+    return name_of_user(path.lstat().st_uid)
+
+
+def whose_it_is(path: Path, *, within: Path | None = None) -> str:
+    """What to type about a file, or the folder where it should be, of another user; empty for our own.
+
+    `within` is the folder that becomes ours as a whole, if that is ours itself.
+    """
+    place = next(one for one in (path, *path.parents) if os.path.lexists(one))
+    ours = os.geteuid()
+    if ours == 0 or place.lstat().st_uid == ours:
+        return ""
+    owner, us = owner_of(place), name_of_user(ours)
+    is_in_ours = within is not None and within.lstat().st_uid == ours
+    taken = within if within is not None and is_in_ours else place
+    return (
+        f"run as {owner}, whose {place} is, and not as {us}; where it is yours all the same, as after a "
+        f"command with sudo, type 'sudo chown -R {us} {as_typed(taken)}'"
+    )
+
+
+def require_ours(folder: Path, files: Iterable[str]) -> None:
+    """Raises CannotCreateError where a daemon could not write in its folder, before it has done any work.
+
+    `files` are those that it changes where they are; in all folders it makes and removes some.
+    """
+    inside = (path for path in folder.rglob("*") if path.is_dir() and not path.is_symlink())
+    for path in (folder, *inside, *(folder / name for name in files)):
+        if os.path.lexists(path) and not os.access(path, os.W_OK):
+            number = errno.EROFS if os.statvfs(path).f_flag & os.ST_RDONLY else errno.EACCES
+            refused = refusal_to_write(path, OSError(number, os.strerror(number)))
+            if number == errno.EACCES:
+                refused.next_step = whose_it_is(path, within=folder) or refused.next_step
+            raise refused
+
+
+def user_beside_root(folder: Path) -> str:
+    """Whose a folder is in which root starts a daemon: that user cannot change what root leaves there.
+
+    Empty where this is not root, or the folder is root's.
+    """
+    return owner_of(folder) if os.geteuid() == 0 and folder.stat().st_uid != 0 else ""
 
 
 @contextlib.contextmanager
@@ -91,7 +151,9 @@ def read_toml(path: Path, *, when_missing: str) -> dict[str, Any]:
         raise NoInputError(f"{path} is not there", next_step=when_missing) from error
     except OSError as error:
         raise NoInputError(
-            f"{path} cannot be read: {error.strerror}", next_step="make it a file that you may read"
+            f"{path} cannot be read: {error.strerror}",
+            next_step=(error.errno == errno.EACCES and whose_it_is(path))
+            or "make it a file that you may read",
         ) from error
     except UnicodeDecodeError as error:
         raise ConfigError(
@@ -397,7 +459,8 @@ class FolderLock:
             except OSError as error:
                 raise SystemRefusedError(
                     f"{path} cannot be opened: {error.strerror}",
-                    next_step=NEXT_STEP_FOR_REFUSAL.get(
+                    next_step=(error.errno == errno.EACCES and whose_it_is(path))
+                    or NEXT_STEP_FOR_REFUSAL.get(
                         error.errno or 0, "check the folder's permissions"
                     ),
                 ) from error

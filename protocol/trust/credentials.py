@@ -30,6 +30,7 @@ from protocol.files.durable import (
     make_folder,
     read_secret,
     remove_durably,
+    whose_it_is,
     write_atomically,
 )
 from protocol.trust import pki
@@ -279,7 +280,8 @@ class Credentials:
         except PermissionError as error:
             raise NoInputError(
                 f"cannot read {error.filename}: {error.strerror}",
-                next_step="run as the user who joined the swarm",
+                next_step=whose_it_is(Path(error.filename))
+                or "run as the user who joined the swarm",
             ) from error
         except (OSError, ValueError, AtollError) as error:
             why = str(error)
