@@ -190,7 +190,7 @@ def _refuse_or_tell(
     folder: Path, settings: NodeSettings, spec: RunSpec, hardware: Hardware
 ) -> None:
     """What of the run runs and is read here, and whether it can be trained here. Raises AtollError."""
-    for check in what_a_start_checks(settings, spec, hardware):
+    for check in what_a_start_checks(folder, settings, spec, hardware):
         check()
     if functions_of(spec) and not settings.loop:  # else nothing here runs them
         log.info(

@@ -51,6 +51,12 @@ RULINGS_FILE = "rulings"
 SENT_FILE = "sent"
 DATA_CACHE_FOLDER = "data-cache"
 
+
+def has_snapshots(folder: Path) -> bool:
+    """Whether a node's folder holds anything of the run's state: then it goes on from that."""
+    return any((folder / SNAPSHOTS_FOLDER).glob("*"))
+
+
 WRITTEN_IN_PLACE = (LOCK_NAME, HISTORY_FILE, RULINGS_FILE, SENT_FILE)
 """Files that a node does not replace as a whole."""
 

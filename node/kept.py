@@ -14,6 +14,7 @@ from node.config import (
     HISTORY_FILE,
     SETTINGS_FILE,
     SNAPSHOTS_FOLDER,
+    has_snapshots,
     load_settings,
     require_node_folder,
 )
@@ -146,7 +147,7 @@ def kept_model(folder: Path, round: int | None = None) -> KeptModel:
     if not path.is_file():
         Credentials.load(folder)  # a folder that never joined is told so
         require_node_folder(folder)
-        if any((folder / SNAPSHOTS_FOLDER).glob("*")):
+        if has_snapshots(folder):
             raise NoInputError(
                 f"{path} is not there, which says what the snapshots beside it are of",
                 next_step=_to_write_anew(folder, _OF_ANOTHER),
