@@ -9,7 +9,6 @@ on a line, below the header of its table or, above all headers, with the table's
 the result, and refused.
 """
 
-import json
 import math
 import re
 import tomllib
@@ -24,7 +23,7 @@ from coordinator.presets.choosing import Plan, chosen
 from coordinator.presets.cost import CUBIC, CongestionControl, Situation
 from coordinator.presets.reasons import counted
 from protocol.errors import ConfigError
-from protocol.files.durable import TOML_ENCODING, read_toml
+from protocol.files.durable import TOML_ENCODING, read_toml, toml_value
 from protocol.run.models import Positive, Section
 from protocol.run.run_files import (
     MADE_OF,
@@ -68,7 +67,7 @@ def with_values(
     places, begins = _places(lines)
     missing: dict[str, list[str]] = {}
     for place, (value, why) in values.items():
-        written = _written(value)
+        written = toml_value(value)
         comment = f"# chosen: {why}" if why else None
         if place in places:
             number = places[place]
@@ -143,10 +142,6 @@ def _with_added(
         if table not in begins:
             result += ["", f"[{table}]", *added]
     return result
-
-
-def _written(value: Value) -> str:
-    return repr(value) if type(value) in (int, float) else json.dumps(value)
 
 
 def _expected(

@@ -20,6 +20,7 @@ import platformdirs
 from protocol.errors import (
     NEXT_STEP_FOR_REFUSAL,
     AtollError,
+    BadDataError,
     CannotCreateError,
     ConfigError,
     NoInputError,
@@ -118,24 +119,40 @@ def toml_of(tables: Mapping[str, Mapping[str, Any]]) -> str:
     lines: list[str] = []
     for table, keys in tables.items():
         lines.append(f"[{table}]")
-        lines += [f"{key} = {_toml_value(value)}" for key, value in keys.items()]
+        lines += [f"{key} = {toml_value(value)}" for key, value in keys.items()]
     return "\n".join([*lines, ""])
 
 
-def _toml_value(value: object) -> str:
+def toml_value(value: object) -> str:
+    """A plain value as TOML, in one line. Raises BadDataError for a text that is no UTF-8."""
     match value:
         case bool():
             return str(value).lower()
         case str() | Path():
-            return json.dumps(str(value))
+            return _quoted(str(value))
         case list() | tuple():
-            return f"[{', '.join(map(_toml_value, value))}]"
+            return f"[{', '.join(map(toml_value, value))}]"
         case int() | float():
             return repr(value)
         case Mapping():
-            pairs = (f"{json.dumps(key)} = {_toml_value(each)}" for key, each in value.items())
+            pairs = (f"{_quoted(key)} = {toml_value(each)}" for key, each in value.items())
             return f"{{ {', '.join(pairs)} }}"
     raise TypeError(f"{value!r} has no place in TOML")
+
+
+_ESCAPED = {ord(letter): f"\\u{ord(letter):04x}" for letter in "\x7f\x85\u2028\u2029"}
+"""What TOML wants escaped and JSON does not, and what Python takes for the end of a line."""
+
+
+def _quoted(text: str) -> str:
+    """A basic string: JSON's, without its pairs of surrogates for letters beyond 16 bits."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # a file's name, as Linux lets it be
+        raise BadDataError(
+            f"{text!r} is no UTF-8, and a TOML file is", next_step="give it another name"
+        ) from error
+    return json.dumps(text, ensure_ascii=False).translate(_ESCAPED)
 
 
 def read_toml(path: Path, *, when_missing: str) -> dict[str, Any]:
