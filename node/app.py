@@ -15,6 +15,7 @@ from pathlib import Path
 import structlog
 
 from node.config import WRITTEN_IN_PLACE, NodeSettings
+from node.island.data.opening import data_here
 from node.island.data.places import DataPlaces, check_reach, reads_in_words
 from node.island.models.code import DIGITS, code_digest, functions_of, in_words
 from node.island.ranks.forkserver import end_forkserver, prepare_forkserver, rank_output
@@ -192,6 +193,8 @@ def _refuse_or_tell(
     """What of the run runs and is read here, and whether it can be trained here. Raises AtollError."""
     for check in what_a_start_checks(folder, settings, spec, hardware):
         check()
+    if not settings.loop:
+        data_here(spec.data, settings.data_places(home=folder, folder=Path.cwd()))
     if functions_of(spec) and not settings.loop:  # else nothing here runs them
         log.info(
             "the run's own code runs here, as its owner allows",

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from node.app import _refuse_or_tell
 from node.config import NodeSettings
 from node.first_look import (
     expected_a_day,
@@ -341,3 +342,13 @@ def test_who_will_start_a_loop_is_not_asked_to_allow_code_that_it_does_not_run()
     assert without.startswith("next, where the node trains itself")
     assert without.endswith(": atoll node start --allow-function my-run@12 --code CODE")
     assert list(next_lines(command, [])) == ["next: atoll node start"]
+
+
+def test_private_data_that_nobody_has_named_are_asked_for_by_a_start_before_anything_is_loaded(
+    tmp_path: Path,
+) -> None:
+    spec = RunSpec(data=DataSection(source="text", private=True))
+    hardware = Hardware(memory_bytes=1 << 36, gpus=())
+    with pytest.raises(ConfigError, match="each node trains data of its own, and none is named"):
+        _refuse_or_tell(tmp_path, NodeSettings(name="n"), spec, hardware)
+    _refuse_or_tell(tmp_path, NodeSettings(name="n", loop=True), spec, hardware)

@@ -45,7 +45,7 @@ def open_dataset(spec: RunSpec, places: DataPlaces) -> Dataset:
         from node.island.data.functions import FunctionData
 
         return FunctionData(spec)
-    data = _as_here(spec.data, places)
+    data = data_here(spec.data, places)
     if data.source == "tokens":
         return _open_tokens(spec, places)
     _check_may_be_text(spec, data, places)
@@ -60,7 +60,7 @@ def look_at_data(spec: RunSpec, places: DataPlaces) -> None:
     """
     if spec.data.source in ("function", "loop") or (spec.data.private and not places.own):
         return
-    data = _as_here(spec.data, places)
+    data = data_here(spec.data, places)
     if data.source == "tokens":
         if data.private:
             _open_tokens(spec, places)
@@ -135,7 +135,8 @@ def _check_has_bytes(spec: RunSpec) -> None:
         )
 
 
-def _as_here(data: DataSection, places: DataPlaces) -> DataSection:
+def data_here(data: DataSection, places: DataPlaces) -> DataSection:
+    """The run file's [data] with what the owner names. Raises ConfigError where that is missing."""
     if data.private and not places.own:
         raise ConfigError(
             "in this run each node trains data of its own, and none is named here",
