@@ -38,7 +38,7 @@ from node.machine.placement import (
 )
 from node.outer_state import tell_leftovers
 from node.stopping import NotSavedError, StopSignals
-from protocol.errors import AtollError
+from protocol.errors import AtollError, NoInputError, NotPermittedError
 from protocol.files.durable import FolderLock, require_ours
 from protocol.files.leftovers import temporary_directory
 from protocol.run.run_spec import RunSpec
@@ -205,7 +205,11 @@ def _refuse_or_tell(
     log.info("the run reads", what=reads_in_words(spec.data, own=settings.data))
     if spec.data.source == "text" and not spec.data.private and not settings.data:
         places = settings.data_places(home=folder, folder=Path.cwd())
-        _tell_what_is_read(spec.data.paths, places)
+        try:
+            _tell_what_is_read(spec.data.paths, places)
+        except (NoInputError, NotPermittedError):
+            if not settings.loop:  # which may have data of its own: its node says so
+                raise
 
 
 def _tell_what_is_read(patterns: tuple[str, ...], places: DataPlaces) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from structlog.testing import capture_logs
 
 from node.app import _refuse_or_tell
 from node.config import NodeSettings
@@ -20,6 +21,7 @@ from node.first_look import (
 from node.island.data.manifest import read_manifest
 from node.island.data.opening import look_at_data, look_at_run_data, open_dataset
 from node.island.data.places import DataPlaces
+from node.island.loops.door import LeasedSamples
 from node.island.models.code import DIGITS, code_digest, sources_of
 from node.island.models.describing import describe
 from node.machine.hardware import Hardware
@@ -352,3 +354,20 @@ def test_private_data_that_nobody_has_named_are_asked_for_by_a_start_before_anyt
     with pytest.raises(ConfigError, match="each node trains data of its own, and none is named"):
         _refuse_or_tell(tmp_path, NodeSettings(name="n"), spec, hardware)
     _refuse_or_tell(tmp_path, NodeSettings(name="n", loop=True), spec, hardware)
+
+
+@pytest.mark.parametrize("paths", ["*.txt", "../elsewhere/*.txt"])
+def test_a_loop_with_data_of_its_own_needs_none_of_the_runs_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, paths: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    spec = RunSpec(data=DataSection(source="text", paths=(paths,)))
+    hardware = Hardware(memory_bytes=1 << 36, gpus=())
+    with pytest.raises((NoInputError, NotPermittedError)):
+        _refuse_or_tell(tmp_path, NodeSettings(name="n"), spec, hardware)
+    _refuse_or_tell(tmp_path, NodeSettings(name="n", loop=True), spec, hardware)
+    leased = LeasedSamples(spec, DataPlaces(folder=tmp_path))
+    with capture_logs() as told:
+        leased.look()
+    (warned,) = told
+    assert warned["event"] == "the run's data is not here: loops need data of their own"
