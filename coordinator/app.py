@@ -26,6 +26,7 @@ from coordinator.dashboard.given import GivenFile
 from coordinator.dashboard.link import open_dashboard, page_link, page_token
 from coordinator.dashboard.news_file import NewsFile
 from coordinator.dashboard.timeline import RoundTally, Timeline, TimesFile
+from coordinator.database import DATABASE_NAME, NEWS_FILE
 from coordinator.disk import Disk
 from coordinator.driver import Driver
 from coordinator.journal import (
@@ -60,6 +61,7 @@ from coordinator.streams import Telemetry
 from coordinator.swarm.state import KEPT_ROUNDS, SwarmState
 from coordinator.swarm.transition import Transition
 from protocol.errors import BadDataError, UnavailableError
+from protocol.files.durable import LOCK_NAME, require_ours
 from protocol.service.beside import beside
 from protocol.service.notify import ServiceManager, stop_signals
 from protocol.terminal.console import say
@@ -78,14 +80,17 @@ from protocol.v1.status_pb2_grpc import add_StatusServiceServicer_to_server
 if TYPE_CHECKING:
     from protocol.web.server import WebServer
 
-NEWS_FILE = "news.jsonl"
-"""In the coordinator's folder: what has happened to the swarm, for its page."""
-
 TIMES_FILE = "times.jsonl"
-"""Beside it: when which node did what in closed rounds."""
+"""In the coordinator's folder: when which node did what in closed rounds."""
 
 GIVEN_FILE = "given.json"
-"""Beside these: what each node has given over the whole run."""
+"""Beside it: what each node has given over the whole run."""
+
+WRITTEN_IN_PLACE = (
+    *(LOCK_NAME, DATABASE_NAME, f"{DATABASE_NAME}-wal", f"{DATABASE_NAME}-shm"),
+    *(NEWS_FILE, TIMES_FILE),
+)
+"""Files that a coordinator does not replace as a whole."""
 
 GRACE_SECONDS = 1.0
 """Calls in flight may take this long to end when the coordinator stops."""
@@ -268,6 +273,7 @@ class Recovered:
 
 def _recover(home: Home, signer: CommitSigner, opened: AsyncExitStack) -> Recovered:
     """Reads the store; `opened` closes it."""
+    require_ours(home.directory, WRITTEN_IN_PLACE)
     store = Store.open(home.directory, sign=signer.signature_of)
     opened.callback(store.close)
     writer, reader = (

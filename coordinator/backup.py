@@ -15,7 +15,7 @@ from pathlib import Path
 
 from coordinator.authority_key import is_encrypted, refuse_damaged
 from coordinator.config import AUTHORITY_KEY_FILE, HOME_FILES, SOME_HOME_FILES, Home, rules_in_force
-from coordinator.database import DATABASE_NAME
+from coordinator.database import DATABASE_NAME, refuse_lost
 from coordinator.store import Store
 from protocol.errors import AtollError, CannotCreateError, NoInputError, SystemRefusedError
 from protocol.files.durable import (
@@ -82,7 +82,8 @@ def back_up(directory: Path, target: Path) -> Backup:
 
 
 def require_started(directory: Path) -> None:
-    """Raises NoInputError where there is no database to copy."""
+    """Raises NoInputError where there is no database to copy, and BadDataError where it is lost."""
+    refuse_lost(directory / DATABASE_NAME)
     if not (directory / DATABASE_NAME).is_file():
         raise NoInputError(
             f"the coordinator of {directory} was never started: it has no {DATABASE_NAME} yet",

@@ -46,11 +46,12 @@ from protocol.files.durable import (
     read_toml,
     refusing,
     whole_folder,
+    whose_it_is,
     write_atomically,
 )
 from protocol.run.amendments import in_force, schedule_of
 from protocol.run.models import Section, layout_of, nearest_key
-from protocol.run.run_files import load_run_folder, validated
+from protocol.run.run_files import WHEN_MISSING, load_run_folder, validated
 from protocol.run.run_spec import RunSection, RunSpec
 from protocol.run.schedule import Schedule
 from protocol.terminal.console import seconds_of, web_address_of
@@ -520,7 +521,7 @@ def advertised_host(host: str) -> str:
 
 
 def _load_config(path: Path) -> CoordinatorConfig:
-    values = read_toml(path, when_missing=f"run 'atoll init {as_typed(path.parent)}'")
+    values = read_toml(path, when_missing=WHEN_MISSING)
     try:
         return CoordinatorConfig.model_validate(values)
     except ValidationError as error:
@@ -549,10 +550,11 @@ def _read(path: Path, by: Callable[[Path], bytes] = Path.read_bytes) -> bytes:
     try:
         return by(path)
     except OSError as error:
-        is_anothers = isinstance(error, PermissionError)
+        next_step = _AFTER_LOSS
+        if isinstance(error, PermissionError):
+            next_step = whose_it_is(path) or NEXT_STEP_FOR_REFUSAL[errno.EACCES]
         raise NoInputError(
-            f"{path} cannot be read: {error.strerror}",
-            next_step=NEXT_STEP_FOR_REFUSAL[errno.EACCES] if is_anothers else _AFTER_LOSS,
+            f"{path} cannot be read: {error.strerror}", next_step=next_step
         ) from error
 
 

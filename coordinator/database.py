@@ -44,6 +44,9 @@ _log = structlog.get_logger()
 
 DATABASE_NAME = "atoll.db"
 
+NEWS_FILE = "news.jsonl"
+"""Beside it: what has happened to the swarm, for its page. Who has it has had a database."""
+
 TABLES = """
 CREATE TABLE swarm (only_row INTEGER PRIMARY KEY CHECK (only_row = 1), state, digest);
 CREATE TABLE run_file (only_row INTEGER PRIMARY KEY CHECK (only_row = 1), tables, digest);
@@ -93,7 +96,8 @@ _HELD = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}
 
 AFTER_DAMAGE = (
     "go on from a backup: 'atoll coordinator start BACKUP'; nodes bring back what it lacks. "
-    "Without one, start a new run with 'atoll init NEWDIR'"
+    "Without one, begin a new run: with the weights that a node keeps, 'atoll node fork ROUND --to NEWDIR', "
+    "or anew, 'atoll init NEWDIR'"
 )
 
 
@@ -140,7 +144,7 @@ class Database:
         )
         path = directory / DATABASE_NAME
         try:
-            _refuse_empty(path)
+            refuse_lost(path)
             with ExitStack() as opened:
                 connection, reader, aside = (
                     opened.enter_context(closing(_connected(path))) for _ in range(3)
@@ -266,11 +270,18 @@ class Database:
         self._connection.executescript(ADDED_TABLES)
 
 
-def _refuse_empty(path: Path) -> None:
-    """Raises BadDataError for a file that lost its bytes: SQLite would begin a new database in it.
+def refuse_lost(path: Path) -> None:
+    """Raises BadDataError for a file that is gone or lost its bytes: SQLite would begin a new database there.
 
     While SQLite makes one, its log of writes has bytes before the file has.
     """
+    news = path.with_name(NEWS_FILE)
+    if news.is_file() and not path.exists():
+        raise BadDataError(
+            f"{path} is not there, and so all that the run has committed is missing: {NEWS_FILE} beside it "
+            "tells that it has begun",
+            next_step=AFTER_DAMAGE,
+        )
     log = path.with_name(f"{path.name}-wal")
     if path.is_file() and not path.stat().st_size and not (log.is_file() and log.stat().st_size):
         raise BadDataError(

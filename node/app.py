@@ -14,7 +14,8 @@ from pathlib import Path
 
 import structlog
 
-from node.config import NodeSettings
+from node.config import WRITTEN_IN_PLACE, NodeSettings
+from node.island.data.opening import data_here
 from node.island.data.places import DataPlaces, check_reach, reads_in_words
 from node.island.models.code import DIGITS, code_digest, functions_of, in_words
 from node.island.ranks.forkserver import end_forkserver, prepare_forkserver, rank_output
@@ -37,8 +38,8 @@ from node.machine.placement import (
 )
 from node.outer_state import tell_leftovers
 from node.stopping import NotSavedError, StopSignals
-from protocol.errors import AtollError
-from protocol.files.durable import FolderLock
+from protocol.errors import AtollError, NoInputError, NotPermittedError
+from protocol.files.durable import FolderLock, require_ours
 from protocol.files.leftovers import temporary_directory
 from protocol.run.run_spec import RunSpec
 from protocol.service.limits import require_open_files, require_processes
@@ -84,6 +85,7 @@ async def run_node(
     require_open_files(OWN_OPEN_FILES + OPEN_FILES_PER_RANK * num_ranks, of=what)
     require_processes(processes_for(num_ranks), of=what)
     temporary_directory(has_sockets=True)
+    require_ours(folder, WRITTEN_IN_PLACE)
     lock = FolderLock.take(
         folder,
         holder="node",
@@ -189,8 +191,10 @@ def _refuse_or_tell(
     folder: Path, settings: NodeSettings, spec: RunSpec, hardware: Hardware
 ) -> None:
     """What of the run runs and is read here, and whether it can be trained here. Raises AtollError."""
-    for check in what_a_start_checks(settings, spec, hardware):
+    for check in what_a_start_checks(folder, settings, spec, hardware):
         check()
+    if not settings.loop:
+        data_here(spec.data, settings.data_places(home=folder, folder=Path.cwd()))
     if functions_of(spec) and not settings.loop:  # else nothing here runs them
         log.info(
             "the run's own code runs here, as its owner allows",
@@ -201,7 +205,11 @@ def _refuse_or_tell(
     log.info("the run reads", what=reads_in_words(spec.data, own=settings.data))
     if spec.data.source == "text" and not spec.data.private and not settings.data:
         places = settings.data_places(home=folder, folder=Path.cwd())
-        _tell_what_is_read(spec.data.paths, places)
+        try:
+            _tell_what_is_read(spec.data.paths, places)
+        except (NoInputError, NotPermittedError):
+            if not settings.loop:  # which may have data of its own: its node says so
+                raise
 
 
 def _tell_what_is_read(patterns: tuple[str, ...], places: DataPlaces) -> None:

@@ -15,7 +15,6 @@ from statistics import median
 from node.config import NodeSettings, load_settings
 from node.disk.history import History
 from node.installed import software_of
-from node.island.data.opening import look_at_data
 from node.island.data.places import reads_in_words
 from node.island.models.code import (
     DIGITS,
@@ -29,10 +28,8 @@ from node.link.calls import run_in_force
 from node.machine.hardware import Hardware, likely_devices, look_around
 from node.machine.limits import Limits
 from node.machine.placement import num_ranks_of, refuse_small_helper, what_a_start_checks
-from node.outer_state import require_shared_memory
 from node.records import BESIDE_BYTES, Records
 from protocol.errors import AtollError
-from protocol.run.models import layout_of
 from protocol.run.run_spec import RunSpec
 from protocol.terminal import console
 from protocol.terminal.node_words import is_present
@@ -240,17 +237,11 @@ def _takes(
     else:
         memory = console.bytes_in_words(node_bytes(spec))
         yield f"it takes: {memory} of memory beside what training takes, and up to {disk}"
-    checks: list[Callable[[], None]] = [
-        records.require_room,
-        lambda: require_shared_memory(layout_of(spec)),
-    ]
+    checks: list[Callable[[], None]] = [records.require_room]
     if is_helper:
         checks.append(lambda: refuse_small_helper(spec, hardware))
     else:
-        checks += what_a_start_checks(settings, spec, hardware)
-        if not settings.loop:  # which may bring data of its own
-            places = settings.data_places(home=folder, folder=Path.cwd())
-            checks.append(lambda: look_at_data(spec, places))
+        checks += what_a_start_checks(folder, settings, spec, hardware)
     for check in checks:
         try:
             check()

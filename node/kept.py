@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING
 
 import click
 
-from node.config import HISTORY_FILE, SNAPSHOTS_FOLDER, load_settings, require_node_folder
+from node.config import (
+    HISTORY_FILE,
+    SETTINGS_FILE,
+    SNAPSHOTS_FOLDER,
+    has_snapshots,
+    load_settings,
+    require_node_folder,
+)
 from node.island.data.places import DataPlaces
 from protocol.errors import AtollError, BadDataError, IncompleteError, NoInputError
 from protocol.files.durable import as_typed, write_atomically
@@ -52,20 +59,31 @@ def keep_run(folder: Path, spec: RunSpec) -> None:
 
 def kept_run(folder: Path) -> RunSpec:
     """The run file that was kept, which must be there. Raises BadDataError where it is damaged."""
-    with _telling_damage(folder / RUN_FILE):
+    with _telling_damage(folder / RUN_FILE, or_else=_OF_ANOTHER):
         return run_from_json((folder / RUN_FILE).read_text(encoding="utf-8"))
 
 
+_OF_ANOTHER = f"copy {RUN_FILE} from another node's folder, where it is the same"
+
+_WITHOUT = f"remove it, and name in {SETTINGS_FILE}, as data and base, what is elsewhere"
+
+
 @contextmanager
-def _telling_damage(path: Path) -> Iterator[None]:
+def _telling_damage(path: Path, *, or_else: str) -> Iterator[None]:
+    """`or_else` is what to do where no coordinator answers, without which no node starts."""
     try:
         yield
     except (ValueError, KeyError, TypeError, AttributeError) as error:
+        is_text = isinstance(error, json.JSONDecodeError | UnicodeDecodeError)
+        why = str(error) if is_text else "it is not what a node writes there"
         raise BadDataError(
-            f"{path} is damaged: {error!r}",
-            next_step="start the node, which writes it anew: "
-            f"'atoll node start --dir {as_typed(path.parent)}'",
+            f"{path} is damaged: {why}", next_step=_to_write_anew(path.parent, or_else)
         ) from error
+
+
+def _to_write_anew(folder: Path, or_else: str) -> str:
+    start = f"'atoll node start --dir {as_typed(folder)}'"
+    return f"start the node, which writes it anew: {start}; or, where its run is over, {or_else}"
 
 
 def keep_places(folder: Path, places: DataPlaces) -> None:
@@ -111,7 +129,7 @@ def places_of(folder: Path, *, base: str | None, typed_in: Path) -> DataPlaces:
     here = settings.data_places(home=folder, folder=typed_in)
     if not (folder / PLACES_FILE).is_file():
         return here
-    with _telling_damage(folder / PLACES_FILE):
+    with _telling_damage(folder / PLACES_FILE, or_else=_WITHOUT):
         kept = json.loads((folder / PLACES_FILE).read_text(encoding="utf-8"))
         started_in, data = Path(kept["folder"]), kept["data"]
         started = Path(kept["base"]) if kept["base"] is not None else None
@@ -129,6 +147,11 @@ def kept_model(folder: Path, round: int | None = None) -> KeptModel:
     if not path.is_file():
         Credentials.load(folder)  # a folder that never joined is told so
         require_node_folder(folder)
+        if has_snapshots(folder):
+            raise NoInputError(
+                f"{path} is not there, which says what the snapshots beside it are of",
+                next_step=_to_write_anew(folder, _OF_ANOTHER),
+            )
         raise _nothing_yet(folder)
     spec = kept_run(folder)
     # Only now, for torch comes with it.

@@ -13,11 +13,11 @@ from dataclasses import replace
 from benchmarks.coordinator.database import IN_A_SAVE, attached, events_of
 from benchmarks.coordinator.nodes import CORPUS, state_at
 from coordinator import round_rows
-from coordinator.app import NEWS_FILE, TIMES_FILE
+from coordinator.app import TIMES_FILE
 from coordinator.config import Home, rules_of
 from coordinator.dashboard.news_file import KEPT, NewsFile
 from coordinator.dashboard.timeline import MOST_NODES, RoundTimes, Stages, TimesFile
-from coordinator.database import Database, put
+from coordinator.database import NEWS_FILE, Database, put
 from coordinator.journal import News
 from coordinator.round_rows import wire_ledger
 from coordinator.store import Store

@@ -9,7 +9,6 @@ on a line, below the header of its table or, above all headers, with the table's
 the result, and refused.
 """
 
-import json
 import math
 import re
 import tomllib
@@ -24,9 +23,15 @@ from coordinator.presets.choosing import Plan, chosen
 from coordinator.presets.cost import CUBIC, CongestionControl, Situation
 from coordinator.presets.reasons import counted
 from protocol.errors import ConfigError
-from protocol.files.durable import TOML_ENCODING, as_typed, read_toml
+from protocol.files.durable import TOML_ENCODING, read_toml, toml_value
 from protocol.run.models import Positive, Section
-from protocol.run.run_files import MADE_OF, description_beside, validated, validated_file
+from protocol.run.run_files import (
+    MADE_OF,
+    WHEN_MISSING,
+    description_beside,
+    validated,
+    validated_file,
+)
 from protocol.run.run_spec import RunSpec
 from protocol.terminal.console import directions_of, seconds_of
 
@@ -62,7 +67,7 @@ def with_values(
     places, begins = _places(lines)
     missing: dict[str, list[str]] = {}
     for place, (value, why) in values.items():
-        written = _written(value)
+        written = toml_value(value)
         comment = f"# chosen: {why}" if why else None
         if place in places:
             number = places[place]
@@ -137,10 +142,6 @@ def _with_added(
         if table not in begins:
             result += ["", f"[{table}]", *added]
     return result
-
-
-def _written(value: Value) -> str:
-    return repr(value) if type(value) in (int, float) else json.dumps(value)
 
 
 def _expected(
@@ -409,7 +410,7 @@ def settled_run_file(path: Path, *, described_in: Path | None = None) -> Settled
 
     Its model's description lies in a folder of its own, or beside it. Raises NoInputError or ConfigError.
     """
-    tables = read_toml(path, when_missing=f"run 'atoll init {as_typed(path.parent)}'")
+    tables = read_toml(path, when_missing=WHEN_MISSING)
     if wants_settling(tables):
         description = description_beside(described_in or path.parent) or {}
         description.pop(MADE_OF, None)

@@ -6,8 +6,6 @@ hide the next.
 
 import asyncio
 import contextlib
-import errno
-import os
 import platform
 import shutil
 import time
@@ -20,16 +18,13 @@ from urllib.request import getproxies
 
 from node.app import OPEN_FILES_PER_RANK, OWN_OPEN_FILES
 from node.config import (
-    HISTORY_FILE,
     RULINGS_FILE,
-    SENT_FILE,
-    SNAPSHOTS_FOLDER,
+    WRITTEN_IN_PLACE,
     NodeSettings,
     is_loopback,
 )
 from node.disk.history import History, KeptRulings
 from node.doctor.network import ABOUT_ADDRESSES, Finding, Network, address_finding, wrong
-from node.island.checkpoints.folder import CHECKPOINTS_FOLDER
 from node.kept import RUN_FILE, kept_run
 from node.link.calls import run_in_force
 from node.machine.addresses import has_ipv6, interface_addresses, own_addresses, sources_to
@@ -38,13 +33,12 @@ from node.machine.notices import NoAnswerError, cloud_here, service_of
 from node.machine.placement import num_ranks_of
 from node.outer_state import require_shared_memory
 from protocol.errors import AtollError, SystemRefusedError
-from protocol.files.durable import LOCK_NAME, FolderLock, refusal_to_write
+from protocol.files.durable import FolderLock, require_ours
 from protocol.run.models import layout_of
 from protocol.run.run_spec import RunSpec
 from protocol.service.limits import require_open_files
 from protocol.terminal import console
 from protocol.terminal.console import printable
-from protocol.terminal.logging import LOGS_FOLDER
 from protocol.terminal.node_words import NARROW, NARROW_STEP, is_present, ways_of
 from protocol.terminal.query import StatusLink
 from protocol.trust.credentials import LINK_FILE, Credentials
@@ -137,7 +131,7 @@ def disk_findings(
         f"written at {console.bytes_in_words(settings.disk_budget.bytes_per_second)}/s on average"
     )
     try:
-        _require_writable(folder)
+        require_ours(folder, WRITTEN_IN_PLACE)
         if (folder / RUN_FILE).is_file():
             spec = kept_run(folder)
             rules = KeptRulings(spec, path=folder / RULINGS_FILE).in_force
@@ -164,21 +158,6 @@ def disk_findings(
     beside = console.bytes_in_words(BESIDE_BYTES)
     what = f"at most {kinds}; {held} of it is there, {pace}; in time {beside} more for commits and logs"
     return [Finding(about="disk", verdict="fine", what=what)]
-
-
-_WRITTEN = (
-    *(".", LOCK_NAME, LOGS_FOLDER, SNAPSHOTS_FOLDER, CHECKPOINTS_FOLDER),
-    *(HISTORY_FILE, RULINGS_FILE, SENT_FILE),
-)
-
-
-def _require_writable(folder: Path) -> None:
-    """Raises what a node would only find out once it has trained: a `sudo` before makes files of root's."""
-    for path in (folder / name for name in _WRITTEN):
-        if path.exists() and not os.access(path, os.W_OK):
-            is_read_only = os.statvfs(path).f_flag & os.ST_RDONLY
-            number = errno.EROFS if is_read_only else errno.EACCES
-            raise refusal_to_write(path, OSError(number, os.strerror(number)))
 
 
 def _need_not_known(folder: Path, why: str) -> Finding:

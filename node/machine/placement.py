@@ -8,7 +8,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from node.config import NodeSettings
+from node.config import NodeSettings, has_snapshots
+from node.island.data.opening import look_at_data
 from node.island.data.places import refusal_without_a_loop
 from node.island.models.code import check_functions
 from node.island.parallel.auto_mesh import (
@@ -30,7 +31,10 @@ from node.island.parallel.mesh_shape import (
 )
 from node.island.ranks.devices import check_offload, kind_of
 from node.machine.hardware import Hardware, least_free_bytes, likely_devices
+from node.models.reading import look_at_first
+from node.outer_state import require_shared_memory
 from protocol.errors import ConfigError, NoInputError
+from protocol.files.durable import expanded
 from protocol.run.models import DecoderModel, layout_of
 from protocol.run.node_memory import helper_bytes
 from protocol.run.run_spec import RunSpec
@@ -106,15 +110,25 @@ def local_training_of(
 
 
 def what_a_start_checks(
-    settings: NodeSettings, spec: RunSpec, hardware: Hardware
+    folder: Path, settings: NodeSettings, spec: RunSpec, hardware: Hardware
 ) -> list[Callable[[], None]]:
-    """Each of what 'atoll node start' looks at first raises AtollError, with what its owner may do."""
-    checks: list[Callable[[], None]] = [lambda: refuse_what_cannot_work(settings, spec, hardware)]
-    if not settings.loop:  # else nothing here runs the run's code
+    """Each of what 'atoll node start' looks at first raises AtollError, with what its owner may do.
+
+    All of it is seen in a moment: the seconds that torch, kernels and ranks take come after it.
+    """
+    checks: list[Callable[[], None]] = [
+        lambda: refuse_what_cannot_work(settings, spec, hardware),
+        lambda: require_shared_memory(layout_of(spec)),
+    ]
+    if settings.weights and not has_snapshots(folder):  # else they are not read
+        checks.append(lambda: look_at_first(expanded(settings.weights), spec))
+    if not settings.loop:  # else nothing here runs the run's code, or reads its data
         if spec.data.source == "loop":
-            return checks  # of which that is the answer
+            return checks[:1]  # of which that is the answer
         code = settings.code_folder(Path.cwd())
         checks.insert(0, lambda: check_functions(spec, allowed=settings.allow_functions, code=code))
+        places = settings.data_places(home=folder, folder=Path.cwd())
+        checks.append(lambda: look_at_data(spec, places))
     return checks
 
 

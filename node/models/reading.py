@@ -193,6 +193,13 @@ def read_tensors(
     stored: Mapping[str, StoredTensor], spec: RunSpec, out: Vector, *, origin: Path
 ) -> None:
     """As `read_weights`, of tensors from anywhere."""
+    check_tensors(stored, spec, origin=origin)
+    for place in layout_of(spec).places:
+        stored[place.name].read(out[place.offset : place.offset + place.num_elements])
+
+
+def check_tensors(stored: Mapping[str, StoredTensor], spec: RunSpec, *, origin: Path) -> None:
+    """Raises BadDataError unless they have the names and shapes of the run's."""
     places = layout_of(spec).places
     for place in places:
         tensor = stored.get(place.name)
@@ -213,8 +220,6 @@ def read_tensors(
                 f"{stored[name].path} has a tensor {name}, which the run's model does not have",
                 next_step="name the folder that the run was made from",
             )
-    for place in places:
-        stored[place.name].read(out[place.offset : place.offset + place.num_elements])
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
@@ -308,23 +313,31 @@ def write_first(
     save_file(tensors, path, metadata={"format": "pt"})
 
 
-def read_first(path: Path, spec: RunSpec, out: Vector) -> Vector | None:
-    """Fills `out` with the run's first weights, from the file or the transformers folder.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _First:
+    """Where the first weights lie, and the momentum that comes with them, if any."""
 
-    Returns the outer optimizer's momentum where the run begins with one, else None.
+    digest: Digest  # of the state that they should be
+    origin: Path
+    weights: Mapping[str, StoredTensor]
+    momentum: Mapping[str, StoredTensor]
 
-    Tensor by tensor, so that it takes no memory of its own. Raises NoInputError where there are none,
-    BadDataError for tensors that the run does not have so, and ConfigError for other weights than
-    the run begins with.
-    """
+
+def look_at_first(path: Path, spec: RunSpec) -> None:
+    """What `read_first` would refuse, as far as that is seen without reading a value. Raises AtollError."""
+    _first_of(path, spec)
+
+
+def _first_of(path: Path, spec: RunSpec) -> _First:
     if spec.first_digest is None:
         raise ConfigError(
             f"run {spec.run.name!r} draws its first weights from its seed: --weights {path} has no effect",
             next_step="leave --weights out",
         )
-    momentum: Vector | None = None
     if (path / CONFIG).is_file():
-        read_weights(path, spec, out)
+        first = _First(
+            digest=spec.first_digest, origin=path, weights=stored_tensors(path), momentum={}
+        )
     else:
         file = path / FIRST_WEIGHTS if path.is_dir() else path
         if not file.is_file():
@@ -340,15 +353,32 @@ def read_first(path: Path, spec: RunSpec, out: Vector) -> Vector | None:
             for name in list(stored)
             if name.startswith(MOMENTUM)
         }
-        read_tensors(stored, spec, out, origin=file)
-        if kept:
-            momentum = np.empty_like(out)
-            read_tensors(kept, spec, momentum, origin=file)
+        first = _First(digest=spec.first_digest, origin=file, weights=stored, momentum=kept)
+    for tensors in filter(None, (first.weights, first.momentum)):
+        check_tensors(tensors, spec, origin=first.origin)
+    return first
+
+
+def read_first(path: Path, spec: RunSpec, out: Vector) -> Vector | None:
+    """Fills `out` with the run's first weights, from the file or the transformers folder.
+
+    Returns the outer optimizer's momentum where the run begins with one, else None.
+
+    Tensor by tensor, so that it takes no memory of its own. Raises NoInputError where there are none,
+    BadDataError for tensors that the run does not have so, and ConfigError for other weights than
+    the run begins with.
+    """
+    first = _first_of(path, spec)
+    read_tensors(first.weights, spec, out, origin=first.origin)
+    momentum: Vector | None = None
+    if first.momentum:
+        momentum = np.empty_like(out)
+        read_tensors(first.momentum, spec, momentum, origin=first.origin)
     digest = digest_of_first(out, momentum)
-    if digest != spec.first_digest:
+    if digest != first.digest:
         raise ConfigError(
             f"{path} holds the weights {digest.hex()[:12]}, and run {spec.run.name!r} begins with "
-            f"{spec.first_digest.hex()[:12]}",
+            f"{first.digest.hex()[:12]}",
             next_step="name what the run was made from, or leave --weights out and fetch them from a node "
             "that has them",
         )

@@ -5,6 +5,7 @@ import errno
 import fcntl
 import json
 import os
+import pwd
 import shlex
 import shutil
 import stat
@@ -19,6 +20,7 @@ import platformdirs
 from protocol.errors import (
     NEXT_STEP_FOR_REFUSAL,
     AtollError,
+    BadDataError,
     CannotCreateError,
     ConfigError,
     NoInputError,
@@ -38,10 +40,69 @@ def refusal_to_write(path: Path, error: OSError) -> AtollError:
         return SystemRefusedError(
             f"cannot write {path}: {error.strerror}", next_step=NEXT_STEP_FOR_REFUSAL[error.errno]
         )
-    next_step = f"make {path.parent} a folder that you may write to, or choose another"
+    next_step = whose_it_is(path) or (
+        f"make {path.parent} a folder that you may write to, or choose another"
+    )
     if error.errno in (errno.EROFS, errno.ENAMETOOLONG, errno.EISDIR):
         next_step = NEXT_STEP_FOR_REFUSAL[error.errno]
     return CannotCreateError(f"cannot write {path}: {error.strerror or error}", next_step=next_step)
+
+
+# Whose files are: a command that was typed once with sudo leaves some of root's in a user's folder.
+
+
+def name_of_user(user_id: int) -> str:
+    """What the system calls a user; the number of one who has no name, as in containers."""
+    try:
+        return pwd.getpwuid(user_id).pw_name
+    except KeyError:
+        return str(user_id)
+
+
+def owner_of(path: Path) -> str:
+    """The user whose file or folder it is. Raises OSError."""
+    return name_of_user(path.lstat().st_uid)
+
+
+def whose_it_is(path: Path, *, within: Path | None = None) -> str:
+    """What to type about a file, or the folder where it should be, of another user; empty for our own.
+
+    `within` is the folder that becomes ours as a whole, if that is ours itself.
+    """
+    place = next(one for one in (path, *path.parents) if os.path.lexists(one))
+    ours = os.geteuid()
+    if ours == 0 or place.lstat().st_uid == ours:
+        return ""
+    owner, us = owner_of(place), name_of_user(ours)
+    is_in_ours = within is not None and within.lstat().st_uid == ours
+    taken = within if within is not None and is_in_ours else place
+    return (
+        f"run as {owner}, whose {place} is, and not as {us}; where it is yours all the same, as after a "
+        f"command with sudo, type 'sudo chown -R {us} {as_typed(taken)}'"
+    )
+
+
+def require_ours(folder: Path, files: Iterable[str]) -> None:
+    """Raises CannotCreateError where a daemon could not write in its folder, before it has done any work.
+
+    `files` are those that it changes where they are; in all folders it makes and removes some.
+    """
+    inside = (path for path in folder.rglob("*") if path.is_dir() and not path.is_symlink())
+    for path in (folder, *inside, *(folder / name for name in files)):
+        if os.path.lexists(path) and not os.access(path, os.W_OK):
+            number = errno.EROFS if os.statvfs(path).f_flag & os.ST_RDONLY else errno.EACCES
+            refused = refusal_to_write(path, OSError(number, os.strerror(number)))
+            if number == errno.EACCES:
+                refused.next_step = whose_it_is(path, within=folder) or refused.next_step
+            raise refused
+
+
+def user_beside_root(folder: Path) -> str:
+    """Whose a folder is in which root starts a daemon: that user cannot change what root leaves there.
+
+    Empty where this is not root, or the folder is root's.
+    """
+    return owner_of(folder) if os.geteuid() == 0 and folder.stat().st_uid != 0 else ""
 
 
 @contextlib.contextmanager
@@ -58,24 +119,40 @@ def toml_of(tables: Mapping[str, Mapping[str, Any]]) -> str:
     lines: list[str] = []
     for table, keys in tables.items():
         lines.append(f"[{table}]")
-        lines += [f"{key} = {_toml_value(value)}" for key, value in keys.items()]
+        lines += [f"{key} = {toml_value(value)}" for key, value in keys.items()]
     return "\n".join([*lines, ""])
 
 
-def _toml_value(value: object) -> str:
+def toml_value(value: object) -> str:
+    """A plain value as TOML, in one line. Raises BadDataError for a text that is no UTF-8."""
     match value:
         case bool():
             return str(value).lower()
         case str() | Path():
-            return json.dumps(str(value))
+            return _quoted(str(value))
         case list() | tuple():
-            return f"[{', '.join(map(_toml_value, value))}]"
+            return f"[{', '.join(map(toml_value, value))}]"
         case int() | float():
             return repr(value)
         case Mapping():
-            pairs = (f"{json.dumps(key)} = {_toml_value(each)}" for key, each in value.items())
+            pairs = (f"{_quoted(key)} = {toml_value(each)}" for key, each in value.items())
             return f"{{ {', '.join(pairs)} }}"
     raise TypeError(f"{value!r} has no place in TOML")
+
+
+_ESCAPED = {ord(letter): f"\\u{ord(letter):04x}" for letter in "\x7f\x85\u2028\u2029"}
+"""What TOML wants escaped and JSON does not, and what Python takes for the end of a line."""
+
+
+def _quoted(text: str) -> str:
+    """A basic string: JSON's, without its pairs of surrogates for letters beyond 16 bits."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # a file's name, as Linux lets it be
+        raise BadDataError(
+            f"{text!r} is no UTF-8, and a TOML file is", next_step="give it another name"
+        ) from error
+    return json.dumps(text, ensure_ascii=False).translate(_ESCAPED)
 
 
 def read_toml(path: Path, *, when_missing: str) -> dict[str, Any]:
@@ -91,7 +168,9 @@ def read_toml(path: Path, *, when_missing: str) -> dict[str, Any]:
         raise NoInputError(f"{path} is not there", next_step=when_missing) from error
     except OSError as error:
         raise NoInputError(
-            f"{path} cannot be read: {error.strerror}", next_step="make it a file that you may read"
+            f"{path} cannot be read: {error.strerror}",
+            next_step=(error.errno == errno.EACCES and whose_it_is(path))
+            or "make it a file that you may read",
         ) from error
     except UnicodeDecodeError as error:
         raise ConfigError(
@@ -397,7 +476,8 @@ class FolderLock:
             except OSError as error:
                 raise SystemRefusedError(
                     f"{path} cannot be opened: {error.strerror}",
-                    next_step=NEXT_STEP_FOR_REFUSAL.get(
+                    next_step=(error.errno == errno.EACCES and whose_it_is(path))
+                    or NEXT_STEP_FOR_REFUSAL.get(
                         error.errno or 0, "check the folder's permissions"
                     ),
                 ) from error

@@ -173,9 +173,13 @@ def _as_toml(value: object) -> str:
     return "nothing" if value is None else json.dumps(value)
 
 
+WHEN_MISSING = "restore it from a backup, or make a new run with 'atoll init NEWDIR'"
+"""What to do without a file that is made together with others: no other one fits those."""
+
+
 def load_run_file(path: Path) -> RunSpec:
     """Reads a run.toml; raises NoInputError or ConfigError."""
-    tables = read_toml(path, when_missing=f"run 'atoll init {as_typed(path.parent)}'")
+    tables = read_toml(path, when_missing=WHEN_MISSING)
     return validated_file(tables, origin=str(path))
 
 

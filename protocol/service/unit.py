@@ -1,7 +1,6 @@
 """A daemon as a service of systemd: the unit's text, where it goes, and what to type next."""
 
 import os
-import pwd
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -11,7 +10,7 @@ from pathlib import Path
 import click
 
 from protocol.errors import CannotCreateError, ExitCode, NotPermittedError, UsageError
-from protocol.files.durable import expanded, refusing, write_atomically
+from protocol.files.durable import expanded, owner_of, refusing, write_atomically
 
 SYSTEM_UNITS = Path("/etc/systemd/system")
 
@@ -111,15 +110,6 @@ def own_program(started_as: str = sys.argv[0]) -> tuple[str, ...]:
     if script.name == "atoll" and script.is_file():
         return (str(script.absolute()),)
     return (sys.executable, "-P", "-m", "protocol.terminal.cli")
-
-
-def owner_of(folder: Path) -> str:
-    """The user whose folder it is: a service of the system runs as that one."""
-    user_id = folder.stat().st_uid
-    try:
-        return pwd.getpwuid(user_id).pw_name
-    except KeyError:
-        return str(user_id)
 
 
 def units_folder(*, is_system: bool) -> Path:

@@ -410,7 +410,8 @@ class PathAtHome(click.Path):
         ctx: click.Context | None,
     ) -> "str | bytes | os.PathLike[str]":
         """Raises NoInputError for a user that there is not, or what is another's; see click.Path."""
-        from protocol.files.durable import expanded  # which other systems than Linux cannot import
+        # Which other systems than Linux cannot import.
+        from protocol.files.durable import expanded, whose_it_is
 
         path = Path(value)
         if str(path).startswith("~"):
@@ -420,7 +421,7 @@ class PathAtHome(click.Path):
                 path.stat()
                 raise NoInputError(
                     f"{path} cannot be read: {os.strerror(errno.EACCES)}",
-                    next_step=NEXT_STEP_FOR_REFUSAL[errno.EACCES],
+                    next_step=whose_it_is(path) or NEXT_STEP_FOR_REFUSAL[errno.EACCES],
                 )
         return super().convert(str(path), param, ctx)
 

@@ -21,7 +21,7 @@ from pathlib import Path
 import structlog
 
 from protocol.errors import AtollError, SystemRefusedError
-from protocol.files.durable import RollingFile
+from protocol.files.durable import RollingFile, as_typed, user_beside_root
 
 LOGS_FOLDER = "logs"
 """In the folder of a node or a coordinator."""
@@ -262,4 +262,12 @@ def start_logging(
     )
     if kept is not None:
         logging.getLogger().addHandler(kept)
+    if folder is not None and (user := user_beside_root(folder)):
+        structlog.get_logger().warning(
+            "this is root, in the folder of another user",
+            folder=str(folder),
+            user=user,
+            next_step=f"stop it, type 'chown -R {user} {as_typed(folder)}', and start it as {user}, for whom "
+            "what root leaves there is out of reach",
+        )
     return stream

@@ -5,7 +5,6 @@ client.pem: the certificate and behind it those of the coordinator (protocol.tru
 link.toml is removed first and written last, so a folder with it is complete. A renewal removes nothing.
 """
 
-import json
 import os
 import shlex
 import tomllib
@@ -30,6 +29,8 @@ from protocol.files.durable import (
     make_folder,
     read_secret,
     remove_durably,
+    toml_value,
+    whose_it_is,
     write_atomically,
 )
 from protocol.trust import pki
@@ -200,12 +201,12 @@ class Credentials:
 
     def _write_link(self, directory: Path) -> None:
         lines = (
-            f"swarm_id = {_quoted(self.swarm_id)}",
-            f"run_name = {_quoted(self.run_name)}",
-            f"host = {_quoted(self.host)}",
+            f"swarm_id = {toml_value(self.swarm_id)}",
+            f"run_name = {toml_value(self.run_name)}",
+            f"host = {toml_value(self.host)}",
             f"control_port = {self.control_port}",
             *((f"enrolment_port = {self.enrolment_port}",) if self.enrolment_port else ()),
-            *(() if self.proxy is None else (f"proxy = {_quoted(self.proxy.url)}",)),
+            *(() if self.proxy is None else (f"proxy = {toml_value(self.proxy.url)}",)),
             *(() if self.elsewhere is None else _table(self.elsewhere)),
             *(line for member in self.members for line in _table_of(member)),
         )
@@ -279,7 +280,8 @@ class Credentials:
         except PermissionError as error:
             raise NoInputError(
                 f"cannot read {error.filename}: {error.strerror}",
-                next_step="run as the user who joined the swarm",
+                next_step=whose_it_is(Path(error.filename))
+                or "run as the user who joined the swarm",
             ) from error
         except (OSError, ValueError, AtollError) as error:
             why = str(error)
@@ -303,7 +305,7 @@ def mended_by(folder: Path) -> str:
 def _table(elsewhere: Address) -> tuple[str, ...]:
     return (
         "[elsewhere]",
-        f"host = {_quoted(elsewhere.host)}",
+        f"host = {toml_value(elsewhere.host)}",
         f"control_port = {elsewhere.control_port}",
         *((f"enrolment_port = {elsewhere.enrolment_port}",) if elsewhere.enrolment_port else ()),
     )
@@ -323,8 +325,8 @@ def _elsewhere(link: dict[str, object]) -> Address | None:
 def _table_of(member: InvitedBy) -> tuple[str, ...]:
     return (
         "[[members]]",
-        f"key = {_quoted(member.public_key.hex())}",
-        f"host = {_quoted(member.host)}",
+        f"key = {toml_value(member.public_key.hex())}",
+        f"host = {toml_value(member.host)}",
         f"port = {member.port}",
     )
 
@@ -341,11 +343,6 @@ def _members(link: dict[str, object]) -> tuple[InvitedBy, ...]:
         )
         for table in tables
     )
-
-
-def _quoted(text: str) -> str:
-    """A TOML basic string: JSON's, except that TOML also wants DEL escaped, and no surrogates."""
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _text(link: dict[str, object], key: str) -> str:

@@ -11,7 +11,7 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 from protocol.errors import BadDataError, NoInputError
-from protocol.files.durable import read_secret, write_atomically
+from protocol.files.durable import read_secret, whose_it_is, write_atomically
 from protocol.wire.rounds import NodeId
 
 PUBLIC_KEY_BYTES = 32
@@ -100,7 +100,7 @@ class Identity:
         except OSError as error:
             raise NoInputError(
                 f"cannot read {path}: {error.strerror or error}",
-                next_step="run as the user who joined the swarm",
+                next_step=whose_it_is(path) or "run as the user who joined the swarm",
             ) from error
         seed = content[len(_PRIVATE_PREFIX) : len(_PRIVATE_PREFIX) + 32]
         if len(seed) == 32:

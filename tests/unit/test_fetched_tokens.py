@@ -107,6 +107,20 @@ def test_a_shard_here_of_another_length_is_refused_though_it_could_be_fetched(
         fetched_from(served.url, spec_of(folder), tmp_path, own=str(own))
 
 
+@pytest.mark.parametrize("kept", [0, 1, PIECE - 1])
+def test_a_piece_that_the_disk_has_cut_is_fetched_again(
+    folder: Path, tmp_path: Path, kept: int
+) -> None:
+    with serving(folder) as served:
+        everything(fetched_from(served.url, spec_of(folder), tmp_path))
+        pieces = sorted((tmp_path / "cache").glob("*.piece"))
+        for piece in pieces[::2]:
+            os.truncate(piece, min(kept, piece.stat().st_size - 1))
+        served.asked.clear()
+        assert same(fetched_from(served.url, spec_of(folder), tmp_path), here(folder))
+        assert len(served.of_tokens()) == len(pieces[::2])
+
+
 def test_what_was_not_used_for_longest_makes_room(folder: Path, tmp_path: Path) -> None:
     with serving(folder) as served:
         dataset = fetched_from(served.url, spec_of(folder), tmp_path, limit=6 * PIECE)

@@ -5,8 +5,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+from structlog.testing import capture_logs
 
+from node.app import _refuse_or_tell
 from node.config import NodeSettings
 from node.first_look import (
     expected_a_day,
@@ -18,14 +21,22 @@ from node.first_look import (
 from node.island.data.manifest import read_manifest
 from node.island.data.opening import look_at_data, look_at_run_data, open_dataset
 from node.island.data.places import DataPlaces
+from node.island.loops.door import LeasedSamples
 from node.island.models.code import DIGITS, code_digest, sources_of
 from node.island.models.describing import describe
 from node.machine.hardware import Hardware
 from node.machine.limits import Limits, hours_of
 from node.machine.placement import what_a_start_checks
+from node.models.reading import digest_of_first, write_first
 from node.models.text import text_of_run
 from protocol.errors import AtollError, BadDataError, ConfigError, NoInputError, NotPermittedError
-from protocol.run.models import Description, FunctionModel, TransformersModel
+from protocol.run.models import (
+    FIRST_WEIGHTS,
+    Description,
+    FunctionModel,
+    TransformersModel,
+    layout_of,
+)
 from protocol.run.run_spec import DataSection, InnerSection, LoraSection, RunSpec
 from protocol.v1.session_pb2 import HeartbeatRequest, Utilisation, WireCount
 from protocol.v1.status_pb2 import (
@@ -38,7 +49,9 @@ from protocol.v1.status_pb2 import (
     RunStatus,
     WireLedger,
 )
-from tests.unit.tokens_scene import prepared
+from tests.tiny_runs import tiny
+from tests.unit.peer_tokens_scene import from_peers
+from tests.unit.tokens_scene import prepared, small_shards, spec_of
 
 DAY = 86_400
 
@@ -113,10 +126,11 @@ def test_who_joins_a_finished_run_is_told_what_starting_comes_to() -> None:
     assert "takes its final state from one that is here" in told and "'atoll run extend'" in told
 
 
-def found(settings: NodeSettings, spec: RunSpec) -> list[str]:
+def found(settings: NodeSettings, spec: RunSpec, folder: Path = Path()) -> list[str]:
     """What keeps a machine with room enough from starting, as its owner is told."""
     told = []
-    for check in what_a_start_checks(settings, spec, Hardware(memory_bytes=1 << 36, gpus=())):
+    hardware = Hardware(memory_bytes=1 << 36, gpus=())
+    for check in what_a_start_checks(folder, settings, spec, hardware):
         try:
             check()
         except AtollError as error:
@@ -146,6 +160,64 @@ def test_who_joins_is_told_of_data_that_a_start_would_refuse(tmp_path: Path) -> 
     with pytest.raises(NoInputError, match="but one batch takes"):
         look_at_data(private, replace(places, own="b.txt"))
     look_at_data(RunSpec(), places)
+
+
+def test_tokens_that_a_start_would_refuse_are_told_before_ranks_have_started(
+    tmp_path: Path,
+) -> None:
+    for name in ("made", "made otherwise"):
+        (tmp_path / name).mkdir()
+    folder = small_shards(tmp_path / "made", piece_bytes=1 << 12)
+    spec = from_peers(spec_of(folder))
+    shard = folder / read_manifest(folder).training[0].tokens
+
+    def told(own: Path | str) -> list[str]:
+        return found(NodeSettings(name="n", data=str(own)), spec, tmp_path)
+
+    assert told("") == told(folder) == []
+    (only,) = told(tmp_path / "nowhere")
+    assert "nowhere holds no tokens: it is no folder" in only
+    (tmp_path / "not mounted").mkdir()
+    (only,) = told(tmp_path / "not mounted")
+    assert "not mounted holds no tokens: it is empty" in only
+    (tmp_path / "a part").mkdir()
+    (tmp_path / "a part" / shard.name).write_bytes(shard.read_bytes())
+    assert told(tmp_path / "a part") == [], "peers give the manifest, and the rest"
+    with shard.open("r+b") as file:
+        file.truncate(100)
+    (only,) = told(folder)
+    assert f"{shard} has 100 bytes, and" in only and "copy that file again" in only
+    other = small_shards(tmp_path / "made otherwise", piece_bytes=1 << 13)
+    (only,) = told(other)
+    assert "holds other tokens than the run's" in only
+
+
+def test_first_weights_that_a_start_would_refuse_are_told_before_kernels_are_compiled(
+    tmp_path: Path,
+) -> None:
+    weights = np.zeros(tiny().num_parameters, np.float32)
+    description = Description(first_digest=digest_of_first(weights).hex())
+    spec = tiny().model_copy(update={"description": description})
+    file = tmp_path / FIRST_WEIGHTS
+
+    def told(spec: RunSpec = spec, *, loop: bool = False) -> list[str]:
+        named = NodeSettings(name="n", weights=str(file), loop=loop)
+        return found(named, spec, tmp_path / "node")
+
+    for loop in (False, True):
+        (missing,) = told(loop=loop)
+        assert f"{file} is not there" in missing and "leave --weights out" in missing
+    write_first(file, layout_of(spec), weights)
+    assert told() == []
+    (drawn,) = told(tiny())
+    assert "draws its first weights from its seed" in drawn
+    file.write_bytes(file.read_bytes()[:-1])
+    (cut,) = told()
+    assert "is damaged or cut off" in cut
+    file.unlink()
+    (tmp_path / "node" / "snapshots").mkdir(parents=True)
+    (tmp_path / "node" / "snapshots" / "round-00000001.safetensors").touch()
+    assert told() == [], "it goes on from there, and the file may be gone"
 
 
 @pytest.mark.parametrize(
@@ -272,3 +344,30 @@ def test_who_will_start_a_loop_is_not_asked_to_allow_code_that_it_does_not_run()
     assert without.startswith("next, where the node trains itself")
     assert without.endswith(": atoll node start --allow-function my-run@12 --code CODE")
     assert list(next_lines(command, [])) == ["next: atoll node start"]
+
+
+def test_private_data_that_nobody_has_named_are_asked_for_by_a_start_before_anything_is_loaded(
+    tmp_path: Path,
+) -> None:
+    spec = RunSpec(data=DataSection(source="text", private=True))
+    hardware = Hardware(memory_bytes=1 << 36, gpus=())
+    with pytest.raises(ConfigError, match="each node trains data of its own, and none is named"):
+        _refuse_or_tell(tmp_path, NodeSettings(name="n"), spec, hardware)
+    _refuse_or_tell(tmp_path, NodeSettings(name="n", loop=True), spec, hardware)
+
+
+@pytest.mark.parametrize("paths", ["*.txt", "../elsewhere/*.txt"])
+def test_a_loop_with_data_of_its_own_needs_none_of_the_runs_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, paths: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    spec = RunSpec(data=DataSection(source="text", paths=(paths,)))
+    hardware = Hardware(memory_bytes=1 << 36, gpus=())
+    with pytest.raises((NoInputError, NotPermittedError)):
+        _refuse_or_tell(tmp_path, NodeSettings(name="n"), spec, hardware)
+    _refuse_or_tell(tmp_path, NodeSettings(name="n", loop=True), spec, hardware)
+    leased = LeasedSamples(spec, DataPlaces(folder=tmp_path))
+    with capture_logs() as told:
+        leased.look()
+    (warned,) = told
+    assert warned["event"] == "the run's data is not here: loops need data of their own"

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from protocol.errors import CannotCreateError, ExitCode
+from protocol.files.durable import owner_of
 from protocol.service import unit
 from protocol.service.unit import (
     NOT_AGAIN,
     Unit,
     install,
     own_program,
-    owner_of,
     units_folder,
 )
 

@@ -10,13 +10,20 @@ from typing import Any
 import pytest
 
 from coordinator import invite_rows
-from coordinator.database import DATABASE_NAME, rows_of
+from coordinator.backup import require_started
+from coordinator.database import DATABASE_NAME, NEWS_FILE, rows_of
 from coordinator.invite_rows import Invite
 from coordinator.store import CLOCK_SAVE_SECONDS, Store
 from coordinator.swarm.events import Attached, Detached, Event, HeartbeatSeen, Reported
 from coordinator.swarm.state import SwarmState, Written
 from coordinator.swarm.transition import initial_state, step
-from protocol.errors import BadDataError, ConfigError, NotPermittedError, SystemRefusedError
+from protocol.errors import (
+    BadDataError,
+    ConfigError,
+    NoInputError,
+    NotPermittedError,
+    SystemRefusedError,
+)
 from protocol.trust.pki import Role
 from protocol.wire.channel import RETRY_CAP_SECONDS
 from protocol.wire.messages import Applied, Evaluated, Held, Reduced, Trained, Wrote
@@ -249,6 +256,25 @@ def test_a_database_that_lost_all_its_bytes_is_no_new_run(tmp_path: Path) -> Non
     assert f"If it was never started, remove {path}" in refusal.value.next_step
     assert path.stat().st_size == 0
     path.unlink()
+    Store.open(tmp_path).close()
+
+
+def test_a_database_that_is_gone_from_a_run_that_had_begun_is_no_new_run_nor_one_that_never_was(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(NoInputError, match="was never started"):
+        require_started(tmp_path)
+    (tmp_path / NEWS_FILE).write_text("{}\n")
+    for ask in (Store.open, require_started):
+        with pytest.raises(BadDataError, match=f"{DATABASE_NAME} is not there") as refusal:
+            ask(tmp_path)
+        assert "atoll coordinator start BACKUP" in refusal.value.next_step
+        assert "atoll node fork" in refusal.value.next_step
+    assert not (tmp_path / DATABASE_NAME).exists()
+    (tmp_path / NEWS_FILE).unlink()
+    Store.open(tmp_path).close()
+    (tmp_path / NEWS_FILE).write_text("{}\n")
+    require_started(tmp_path)
     Store.open(tmp_path).close()
 
 

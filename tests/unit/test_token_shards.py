@@ -1,6 +1,7 @@
 """Samples of token shards are those of the text, and what is damaged is named before it is trained."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,17 @@ def test_only_the_piece_that_is_read_is_checked(
 
 def flip(path: Path) -> None:
     path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:])
+
+
+@pytest.mark.parametrize("num_bytes", [0, 100])
+def test_a_shard_that_was_cut_since_the_start_is_told_before_it_is_mapped(
+    folder: Path, num_bytes: int
+) -> None:
+    """Who reads behind the end of what is mapped is killed by SIGBUS, without a word."""
+    dataset = open_dataset(spec_of(folder), HERE)
+    os.truncate(folder / "00000.tokens", num_bytes)
+    with pytest.raises(BadDataError, match=rf"00000\.tokens has {num_bytes} bytes, and"):
+        dataset.batch("training", np.arange(1))
 
 
 def truncate(path: Path) -> None:

@@ -128,7 +128,9 @@ def prepare(
     require_installed(READING, to="prepare data")
     from node.island.data.foreign import Adopted
     from node.island.data.preparing import Wanted
+    from protocol.files.durable import toml_value
 
+    toml_value(out)  # refused here and not after hours: a run file is to name it
     if tokenizer is None:
         _refuse(
             {"--end-of-document": end_of_document},

@@ -225,6 +225,8 @@ class FetchedFiles:
 
     def _piece(self, name: str, number: int) -> Bytes:
         digest = self._files[name].pieces[number]
+        start = number * self._piece_bytes
+        num_bytes = min(self._piece_bytes, self._files[name].bytes - start)
         with self._lock:
             if (mapped := self._mapped.get(digest)) is not None:
                 self._mapped.move_to_end(digest)
@@ -232,10 +234,12 @@ class FetchedFiles:
         while True:
             self._have(name, number)
             with contextlib.suppress(FileNotFoundError):  # another rank needed the room
-                mapped = np.memmap(self._cache.path_of(digest), np.uint8, mode="r")
-                if piece_digests([mapped.data]) == (digest,):
-                    break
-                self._cache.path_of(digest).unlink(missing_ok=True)  # the disk has changed it
+                path = self._cache.path_of(digest)
+                if path.stat().st_size == num_bytes:  # nothing can be mapped of none
+                    mapped = np.memmap(path, np.uint8, mode="r")
+                    if piece_digests([mapped.data]) == (digest,):
+                        break
+                path.unlink()  # the disk has changed it
         with self._lock:
             self._mapped[digest] = mapped
             if len(self._mapped) > MAPPED_PIECES:

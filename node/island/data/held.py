@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from node.island.data.fetching import PieceCache, is_url
+from node.island.data.fetching import PieceCache
 from node.island.data.manifest import (
     MANIFEST_FILE,
     TOKENIZER_FILE,
@@ -23,11 +23,16 @@ from node.island.data.manifest import (
     piece_digests,
     read_manifest,
 )
-from node.island.data.opening import check_is_runs, keep_manifest, kept_manifest
+from node.island.data.opening import (
+    check_is_runs,
+    keep_manifest,
+    kept_manifest,
+    token_folders,
+)
 from node.island.data.places import DataPlaces
 from node.island.data.tokenizing import COPIED_FILES, tokenizer_folder
-from protocol.errors import ConfigError, NoInputError
-from protocol.files.durable import expanded, make_folder, write_atomically
+from protocol.errors import ConfigError
+from protocol.files.durable import make_folder, write_atomically
 from protocol.run.run_spec import RunSpec
 from protocol.wire.rounds import Digest
 
@@ -77,16 +82,7 @@ class TokensHere:
         self.cache = PieceCache(places.cache, limit_bytes=places.cache_bytes)
         self.cache_bytes = places.cache_bytes
         self._spec = spec
-        self._folders = [
-            places.folder / expanded(path)
-            for path in (places.own, *spec.data.paths)
-            if path and not is_url(path)
-        ]
-        if places.own and not is_url(places.own) and not self._folders[0].is_dir():
-            raise NoInputError(
-                f"{self._folders[0]} holds no tokens: it is no folder",
-                next_step="correct data in node.toml, or leave it out: then peers give the tokens",
-            )
+        self._folders = token_folders(spec, places)
         self._lock = threading.Lock()
         self.found: Listed | None = None
         self._damaged: set[str] = set()

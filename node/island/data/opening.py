@@ -45,7 +45,7 @@ def open_dataset(spec: RunSpec, places: DataPlaces) -> Dataset:
         from node.island.data.functions import FunctionData
 
         return FunctionData(spec)
-    data = _as_here(spec.data, places)
+    data = data_here(spec.data, places)
     if data.source == "tokens":
         return _open_tokens(spec, places)
     _check_may_be_text(spec, data, places)
@@ -60,10 +60,12 @@ def look_at_data(spec: RunSpec, places: DataPlaces) -> None:
     """
     if spec.data.source in ("function", "loop") or (spec.data.private and not places.own):
         return
-    data = _as_here(spec.data, places)
+    data = data_here(spec.data, places)
     if data.source == "tokens":
         if data.private:
             _open_tokens(spec, places)
+        else:
+            _look_at_tokens(spec, token_folders(spec, places))
         return
     _check_may_be_text(spec, data, places)
     look_at_text(data, context=spec.model.context, batch=spec.inner.batch, folder=places.folder)
@@ -96,6 +98,27 @@ def look_at_run_data(spec: RunSpec, folder: Path) -> None:
     look_at_text(data, context=spec.model.context, batch=spec.inner.batch, folder=folder)
 
 
+def token_folders(spec: RunSpec, places: DataPlaces) -> list[Path]:
+    """Where a run's tokens may lie here. Raises NoInputError where the owner names a folder without any."""
+    if places.own and not is_url(places.own):
+        own = places.folder / expanded(places.own)
+        if not own.is_dir() or not any(own.iterdir()):  # as where a disk is not mounted
+            raise NoInputError(
+                f"{own} holds no tokens: it is {'empty' if own.is_dir() else 'no folder'}",
+                next_step="correct data in node.toml, or leave it out: then peers give the tokens",
+            )
+    paths = (places.own, *spec.data.paths)
+    return [places.folder / expanded(path) for path in paths if path and not is_url(path)]
+
+
+def _look_at_tokens(spec: RunSpec, folders: Sequence[Path]) -> None:
+    """Raises AtollError where tokens that are here are not the run's, or cut off; peers may give the rest."""
+    if any((folder / MANIFEST_FILE).exists() for folder in folders):
+        manifest = manifest_of_run(spec, folders, (), None)
+        _check_fits(manifest, spec)
+        _files_here(folders, manifest)
+
+
 def _check_may_be_text(spec: RunSpec, data: DataSection, places: DataPlaces) -> None:
     """Raises AtollError where the model has no place for bytes, or the owner has not allowed their text."""
     _check_has_bytes(spec)
@@ -112,7 +135,8 @@ def _check_has_bytes(spec: RunSpec) -> None:
         )
 
 
-def _as_here(data: DataSection, places: DataPlaces) -> DataSection:
+def data_here(data: DataSection, places: DataPlaces) -> DataSection:
+    """The run file's [data] with what the owner names. Raises ConfigError where that is missing."""
     if data.private and not places.own:
         raise ConfigError(
             "in this run each node trains data of its own, and none is named here",

@@ -7,7 +7,6 @@ number of processes or on what was interrupted.
 """
 
 import functools
-import json
 import math
 import multiprocessing
 import os
@@ -75,6 +74,7 @@ from protocol.files.durable import (
     make_folder,
     refusing,
     sync_folder,
+    toml_value,
     write_atomically,
 )
 
@@ -505,6 +505,6 @@ def _add_shard(writer: ShardWriter, work: Path, shard: ShardEntry, token_bytes: 
 def as_run_file(out: Path, manifest: Manifest) -> str:
     """The lines of a run file that name these tokens."""
     return (
-        f'[data]\nsource = "tokens"\npaths = [{json.dumps(str(out))}]\n'
+        f'[data]\nsource = "tokens"\npaths = [{toml_value(out)}]\n'
         f'digest = "{manifest.digest().hex()}"\n'
     )

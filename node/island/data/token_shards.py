@@ -20,6 +20,7 @@ from node.island.data.manifest import (
     Manifest,
     ShardEntry,
     Split,
+    check_sizes,
     damaged,
     piece_digests,
 )
@@ -49,6 +50,7 @@ class MappedFiles:
     def read(self, name: str, start: int, stop: int) -> Bytes:
         """See Files."""
         if (mapped := self._mapped.get(name)) is None:
+            check_sizes(self._folder, {name: self._files[name]})  # behind its end a read is SIGBUS
             mapped = np.memmap(self._folder / name, np.uint8, mode="r")
             self._mapped[name] = mapped
         for number in range(start // self._piece_bytes, -(-stop // self._piece_bytes)):

@@ -29,7 +29,13 @@ from node.island.loops.messages import (
     word_of,
 )
 from node.outer_state import SharedNames
-from protocol.errors import AtollError, ConfigError, NoInputError, SystemRefusedError
+from protocol.errors import (
+    AtollError,
+    ConfigError,
+    NoInputError,
+    NotPermittedError,
+    SystemRefusedError,
+)
 from protocol.files.leftovers import LONGEST_SOCKET_BYTES
 from protocol.run.run_spec import RunSpec
 from protocol.wire.sockets import ignore_end_of
@@ -256,7 +262,7 @@ class LeasedSamples:
             return
         try:
             found = open_dataset(self._spec, self._places)
-        except (NoInputError, ConfigError) as error:
+        except (NoInputError, NotPermittedError, ConfigError) as error:
             log.warning("the run's data is not here: loops need data of their own", why=error.what)
             self._why_none = error.what
             return

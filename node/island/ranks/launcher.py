@@ -44,7 +44,7 @@ from node.island.ranks.commands import (
 from node.island.ranks.devices import default_threads
 from node.island.ranks.faults import RankDiedError, RankFailedError, RankHungError
 from node.island.ranks.forkserver import fork_rank, prepare_forkserver
-from node.outer_state import SharedNames, SharedVectors, Vector
+from node.outer_state import SHARED_MEMORY, SharedNames, SharedVectors, Vector
 from protocol.errors import AtollError, SystemRefusedError
 from protocol.files.leftovers import TemporaryFolder
 from protocol.run.run_spec import RunSpec
@@ -532,12 +532,17 @@ def _kind_of(command: Command) -> str:
     return type(command).__name__.lower()
 
 
+_WHAT_SENDS = {
+    "SIGKILL": " (the kernel does so for want of memory)",
+    "SIGBUS": f" (as where a file that it reads was cut off, a disk fails, or {SHARED_MEMORY} is full)",
+}
+
+
 def _manner_of(exit_code: int | None) -> str:
     if exit_code is not None and exit_code < 0:
         with contextlib.suppress(ValueError):
             name = signal.Signals(-exit_code).name
-            why = " (the kernel does so for want of memory)" if name == "SIGKILL" else ""
-            return f"was ended by {name}{why}"
+            return f"was ended by {name}{_WHAT_SENDS.get(name, '')}"
     if exit_code == _FORKSERVER_GONE:
         return f"ended with exit code {exit_code}, as where the process that forked it is killed"
     return f"ended by itself with exit code {exit_code}"
