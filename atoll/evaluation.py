@@ -223,9 +223,12 @@ def digest_of_function(function: Callable[..., Any] | None) -> str:
     while isinstance(function, partial):
         function = function.func
     body = function if inspect.isroutine(function) else type(function).__call__
+    body = inspect.unwrap(body)
     try:
-        source = inspect.getsource(inspect.unwrap(body))
-    except (OSError, TypeError):  # typed into a prompt, or made by exec
+        source = "" if inspect.getfile(body) == "<string>" else inspect.getsource(body)
+    except (OSError, TypeError):  # typed into a prompt, or of no Python
+        source = ""
+    if not source:  # also what exec made: Python 3.13 would give it lines of `python -c`
         return "a function without source"
     lines = [line.strip() for line in source.splitlines() if line.strip()]
     return hashlib.blake2b("\n".join(lines).encode(), digest_size=4).hexdigest()

@@ -13,6 +13,7 @@ like any other; and it takes no inner step that no plan of the swarm has asked f
 
 import logging
 import os
+import re
 import time
 import traceback
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
+import torch
 from torch import Tensor, nn
 
 from atoll.child import ChildNode
@@ -44,6 +46,8 @@ TELL_SECONDS = 0.5
 
 LOOK_SECONDS = 0.1
 """How long several ranks train at most before rank 0 tells the others again whether to go on."""
+
+LEAST_TORCH = (2, 6)
 
 MOST_TOKENS = 1 << 63
 """Beyond what a message to the node holds."""
@@ -375,6 +379,7 @@ def join(
     With several ranks, call it on all of them after `torch.distributed` was set up and the model
     sharded. Returns with the first plan. Raises SwarmError and those made of it.
     """
+    require_torch(torch.__version__)
     ranks = Ranks.of(model)
     home = find_folder(folder)
     is_starter = invite is not None and ranks.rank == 0
@@ -396,3 +401,14 @@ def join(
         swarm.leave("it did not come in")
         raise
     return swarm
+
+
+def require_torch(version: str) -> None:
+    """Raises SwarmError for one without what is called here, such as FSDP2 and stances of the compiler."""
+    found = tuple(map(int, re.findall(r"\d+", version)[:2]))
+    if found < LEAST_TORCH:
+        least = ".".join(map(str, LEAST_TORCH))
+        raise SwarmError(
+            f"this environment has torch {version}, and a loop needs {least} or later",
+            next_step="'pip install --upgrade torch' there; the node's own environment may have another",
+        )

@@ -23,7 +23,7 @@ from protocol.files.durable import FolderLock
 from protocol.service.unit import PRINT, SYSTEM, install_service
 from protocol.terminal.console import PathAtHome, as_seconds, say
 from protocol.terminal.lazy_group import WholeGroup
-from protocol.trust.credentials import Credentials, find_home
+from protocol.trust.credentials import IDENTITY_FILE, Credentials, find_home
 from protocol.trust.pki import Role
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
@@ -141,7 +141,7 @@ def start(
 def _home_of(role: Role, folder: Path | None) -> Path:
     """The folder of a node or a helper, as the command is for; what is damaged is told first."""
     home = find_home(folder)
-    found = Credentials.load(home).principal.role
+    found = Credentials.load(home, markers=[IDENTITY_FILE]).principal.role
     require_node_folder(home)
     if found is not role:
         raise NotPermittedError(

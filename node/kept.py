@@ -25,7 +25,7 @@ from protocol.run.run_files import run_from_json
 from protocol.run.run_spec import RunSpec
 from protocol.terminal import console
 from protocol.terminal.query import StatusLink, print_fitting
-from protocol.trust.credentials import Credentials
+from protocol.trust.credentials import IDENTITY_FILE, Credentials
 from protocol.wire.rounds import CorpusSummary, Digest
 from protocol.wire.vitals import loss_in_words
 
@@ -145,7 +145,7 @@ def kept_model(folder: Path, round: int | None = None) -> KeptModel:
     """Reads the newest whole snapshot, or that of a round. Raises NoInputError when it is not there."""
     path = folder / RUN_FILE
     if not path.is_file():
-        Credentials.load(folder)  # a folder that never joined is told so
+        Credentials.load(folder, markers=[IDENTITY_FILE])  # a folder that never joined is told so
         require_node_folder(folder)
         if has_snapshots(folder):
             raise NoInputError(
@@ -262,7 +262,7 @@ def list_snapshots(folder: Path, *, is_json: bool) -> None:
     """Prints them. Without the coordinator they come without figures, and that is said."""
     listed = snapshots_in(folder)
     if not listed:
-        Credentials.load(folder)  # a folder that never joined is told so
+        Credentials.load(folder, markers=[IDENTITY_FILE])  # a folder that never joined is told so
         require_node_folder(folder)
         raise NoInputError(
             f"there is no snapshot in {folder / SNAPSHOTS_FOLDER} yet",

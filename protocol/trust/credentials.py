@@ -8,7 +8,7 @@ link.toml is removed first and written last, so a folder with it is complete. A 
 import os
 import shlex
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -242,8 +242,13 @@ class Credentials:
         return found
 
     @classmethod
-    def load(cls, directory: Path) -> "Credentials":
-        """Reads the folder; raises NoInputError when it has none, BadDataError when damaged."""
+    def load(
+        cls, directory: Path, *, markers: Sequence[str] = (LINK_FILE, COORDINATOR_FILE)
+    ) -> "Credentials":
+        """Reads the folder; raises NoInputError when it has none, BadDataError when damaged.
+
+        `markers` are files of folders that may be meant in its place: a node's work needs IDENTITY_FILE.
+        """
         link_path = directory / LINK_FILE
         if not link_path.is_file():
             if (directory / COORDINATOR_FILE).is_file():
@@ -252,7 +257,7 @@ class Credentials:
                     next_step=f"'atoll coordinator start {as_typed(directory)}'; a node has a folder of "
                     "its own, which 'atoll join INVITE' makes",
                 )
-            near = in_place_of(directory, LINK_FILE, COORDINATOR_FILE)
+            near = in_place_of(directory, *markers)
             raise NoInputError(
                 f"no swarm joined in {directory}",
                 next_step="join one with 'atoll join INVITE'"

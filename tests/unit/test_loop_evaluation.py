@@ -1,6 +1,7 @@
 """What a training loop measures the global parameters by, and how it is left after that."""
 
 import copy
+import linecache
 import math
 import random
 from functools import partial
@@ -326,4 +327,14 @@ def test_functions_that_evaluate_are_told_apart_by_what_they_say() -> None:
     assert digest_of_function(Measure()) == digest_of_function(Measure.__call__)
     functions = (measure, measure_twice, Measure(), made["measure"])
     assert len({digest_of_function(function) for function in functions}) == 4
+
+
+def test_what_exec_made_has_no_source_even_where_python_remembers_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: dict[str, Any] = {}
+    exec("def measure(): return 1.0", made)
+    assert digest_of_function(made["measure"]) == "a function without source"
+    lines = ["import train\n"]  # as Python 3.13 remembers those of `python -c`
+    monkeypatch.setitem(linecache.cache, "<string>", (13, None, lines, "<string>"))
     assert digest_of_function(made["measure"]) == "a function without source"

@@ -13,6 +13,7 @@ import atoll
 from atoll.child import ChildNode
 from atoll.connection import find_folder
 from atoll.log_file import LoopLog
+from atoll.swarm import require_torch
 from lab.processes.family import SOURCES
 from protocol.files.durable import FolderLock
 from protocol.terminal.logs import Logs
@@ -177,3 +178,18 @@ def test_a_loop_whose_folder_takes_no_line_trains_on(tmp_path: Path) -> None:
     LoopLog(tmp_path, rank=0).tell(logging.INFO, "trained")
     LoopLog(tmp_path / "gone", rank=0).tell(logging.INFO, "trained")
     assert not (tmp_path / "gone").exists()
+
+
+@pytest.mark.parametrize("version", ["1.13.1", "2.5.1+cu124"])
+def test_a_torch_that_lacks_what_loops_call_is_refused_before_anything_else(
+    version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = torch.nn.Linear(2, 1)
+    monkeypatch.setattr("atoll.swarm.torch.__version__", version)
+    with pytest.raises(
+        atoll.SwarmError, match=r"needs 2\.6 or later; 'pip install --upgrade torch'"
+    ) as said:
+        atoll.join(model, torch.optim.SGD(model.parameters()), folder="none", wait_seconds=0)
+    assert f"has torch {version}," in str(said.value)
+    for enough in ("2.6.0a0+git1234", "2.10.0", "3.0.0.dev20261130"):
+        require_torch(enough)

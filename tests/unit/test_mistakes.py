@@ -22,7 +22,7 @@ from node.island.data.dataset import text_files
 from node.link.join import read_invite
 from protocol.errors import ConfigError, ExitCode, NoInputError
 from protocol.terminal import cli, console
-from protocol.trust.credentials import Credentials
+from protocol.trust.credentials import IDENTITY_FILE, LINK_FILE, Credentials
 from protocol.trust.identity import Identity
 from protocol.trust.invite import Invite
 from protocol.trust.pki import Authority, Role, make_request, new_swarm_id
@@ -116,6 +116,24 @@ def test_a_tilde_that_no_shell_replaced_is_the_home_folder(
     code, said = typed(["status", "--dir=~nobody-of-that-name/x"], capsys)
     assert code == ExitCode.NO_INPUT and "no home folder of that user" in said
     assert not list((tmp_path / "here").iterdir())
+
+
+@pytest.mark.parametrize("words", [["status"], ["node", "start"], ["node", "snapshots"]])
+def test_folders_named_in_place_of_a_wrong_one_are_of_the_kind_that_the_command_takes(
+    words: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert typed(["init", "a-run"], capsys)[0] == ExitCode.OK
+    for folder, file in (("a-view", LINK_FILE), ("mine", LINK_FILE), ("mine", IDENTITY_FILE)):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        (tmp_path / folder / file).touch()
+    code, said = typed([*words, "--dir", "none"], capsys)
+    assert code == ExitCode.NO_INPUT, said
+    named = "--dir mine" + (" or --dir a-run or --dir a-view" if words == ["status"] else "")
+    assert said.rstrip().endswith(f"name a folder that is here: {named}")
 
 
 def test_a_folder_of_another_user_is_told_as_such_and_not_as_a_wrong_option(
