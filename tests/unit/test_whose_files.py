@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import click
 import pytest
 
 from coordinator.app import WRITTEN_IN_PLACE as OF_A_COORDINATOR
@@ -23,6 +24,7 @@ from protocol.files.durable import (
     whose_it_is,
     write_atomically,
 )
+from protocol.terminal import console
 
 ROOT = Path(__file__).parents[2]
 NOBODY = 65534
@@ -117,6 +119,21 @@ def test_whose_it_is_is_said_wherever_it_shows(folder: Path) -> None:
     for refused in refusals:
         assert "Permission denied" in refused.what and "sudo chown" in refused.next_step
         assert refused.exit_code in (ExitCode.SYSTEM, ExitCode.NO_INPUT, ExitCode.CANNOT_CREATE)
+
+
+def test_it_is_said_of_a_file_that_nobody_has_thought_of(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "news.jsonl").touch(mode=0o600)
+
+    @click.command()
+    def reading() -> None:
+        (folder / "news.jsonl").read_bytes()
+
+    with as_nobody():
+        assert console.run(reading, []) == ExitCode.SYSTEM
+    said = capsys.readouterr().err
+    assert "news.jsonl: Permission denied" in said and "sudo chown -R nobody" in said
 
 
 def test_of_our_own_files_nothing_is_said_and_of_root_nothing_to_root(folder: Path) -> None:
