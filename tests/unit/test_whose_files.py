@@ -12,8 +12,8 @@ from pathlib import Path
 import click
 import pytest
 
-from coordinator.app import WRITTEN_IN_PLACE as OF_A_COORDINATOR
-from node.config import WRITTEN_IN_PLACE as OF_A_NODE
+from coordinator.app import WRITTEN as OF_A_COORDINATOR
+from node.app import WRITTEN as OF_A_NODE
 from protocol.errors import AtollError, CannotCreateError, ExitCode, SystemRefusedError
 from protocol.files.durable import (
     FolderLock,
@@ -92,8 +92,14 @@ def test_a_folder_that_is_another_users_as_a_whole_is_first_of_all_that_users(fo
     assert refused.value.next_step.startswith(f"run as root, whose {folder} is")
 
 
-def test_what_only_is_read_may_be_anothers(folder: Path) -> None:
+def test_what_is_only_read_may_be_anothers_and_so_may_what_is_nothing_of_ours(folder: Path) -> None:
     (folder / "node.toml").write_text("# of a ConfigMap, or of who gives services their keys")
+    (folder / "tokens").mkdir(mode=0o755)
+    for place in (folder, folder / "snapshots"):  # which are volumes
+        place.mkdir(exist_ok=True)
+        os.chown(place, NOBODY, NOBODY)
+        (place / "lost+found").mkdir(mode=0o700)
+    (folder / "island.token").touch(mode=0o600)
     with as_nobody():
         require_ours(folder, OF_A_NODE)
 
