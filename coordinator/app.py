@@ -65,7 +65,7 @@ from protocol.files.durable import LOCK_NAME, require_ours
 from protocol.service.beside import beside
 from protocol.service.notify import ServiceManager, stop_signals
 from protocol.terminal.console import say
-from protocol.terminal.logging import LogStream, keeping_the_end, start_logging
+from protocol.terminal.logging import LOGS_FOLDER, LogStream, keeping_the_end, start_logging
 from protocol.terminal.status_words import no_backup_in_words
 from protocol.trust.invite import endpoint_of
 from protocol.trust.pki import pin_of
@@ -86,11 +86,11 @@ TIMES_FILE = "times.jsonl"
 GIVEN_FILE = "given.json"
 """Beside it: what each node has given over the whole run."""
 
-WRITTEN_IN_PLACE = (
+WRITTEN = (
     *(LOCK_NAME, DATABASE_NAME, f"{DATABASE_NAME}-wal", f"{DATABASE_NAME}-shm"),
-    *(NEWS_FILE, TIMES_FILE),
+    *(NEWS_FILE, TIMES_FILE, LOGS_FOLDER),
 )
-"""Files that a coordinator does not replace as a whole."""
+"""What a coordinator changes in its folder where it is, and the folder that it fills."""
 
 GRACE_SECONDS = 1.0
 """Calls in flight may take this long to end when the coordinator stops."""
@@ -273,7 +273,7 @@ class Recovered:
 
 def _recover(home: Home, signer: CommitSigner, opened: AsyncExitStack) -> Recovered:
     """Reads the store; `opened` closes it."""
-    require_ours(home.directory, WRITTEN_IN_PLACE)
+    require_ours(home.directory, WRITTEN)
     store = Store.open(home.directory, sign=signer.signature_of)
     opened.callback(store.close)
     writer, reader = (

@@ -14,7 +14,15 @@ from pathlib import Path
 
 import structlog
 
-from node.config import WRITTEN_IN_PLACE, NodeSettings
+from node.config import (
+    DATA_CACHE_FOLDER,
+    HISTORY_FILE,
+    RULINGS_FILE,
+    SENT_FILE,
+    SNAPSHOTS_FOLDER,
+    NodeSettings,
+)
+from node.island.checkpoints.folder import CHECKPOINTS_FOLDER
 from node.island.data.opening import data_here
 from node.island.data.places import DataPlaces, check_reach, reads_in_words
 from node.island.models.code import DIGITS, code_digest, functions_of, in_words
@@ -39,11 +47,12 @@ from node.machine.placement import (
 from node.outer_state import tell_leftovers
 from node.stopping import NotSavedError, StopSignals
 from protocol.errors import AtollError, NoInputError, NotPermittedError
-from protocol.files.durable import FolderLock, require_ours
+from protocol.files.durable import LOCK_NAME, FolderLock, require_ours
 from protocol.files.leftovers import temporary_directory
 from protocol.run.run_spec import RunSpec
 from protocol.service.limits import require_open_files, require_processes
 from protocol.service.notify import ServiceManager
+from protocol.terminal.logging import LOGS_FOLDER
 from protocol.trust.credentials import IDENTITY_FILE, Credentials
 from protocol.trust.identity import Identity
 from protocol.trust.pki import Role
@@ -56,6 +65,12 @@ OWN_OPEN_FILES = 256
 OPEN_FILES_PER_RANK = 8
 """What gRPC, torch and files take, and a socket to p2pd for each transfer; pipes of a rank. p2pd
 has as many again, for its connections."""
+
+WRITTEN = (
+    *(LOCK_NAME, HISTORY_FILE, RULINGS_FILE, SENT_FILE),
+    *(LOGS_FOLDER, SNAPSHOTS_FOLDER, CHECKPOINTS_FOLDER, DATA_CACHE_FOLDER),
+)
+"""What a node changes in its folder where it is, and the folders that it fills."""
 
 _STOPPED = "stopped by its owner"
 
@@ -85,7 +100,7 @@ async def run_node(
     require_open_files(OWN_OPEN_FILES + OPEN_FILES_PER_RANK * num_ranks, of=what)
     require_processes(processes_for(num_ranks), of=what)
     temporary_directory(has_sockets=True)
-    require_ours(folder, WRITTEN_IN_PLACE)
+    require_ours(folder, WRITTEN)
     lock = FolderLock.take(
         folder,
         holder="node",

@@ -37,7 +37,7 @@ from protocol.errors import (
     SystemRefusedError,
     UsageError,
 )
-from protocol.files.durable import LOCK_NAME, expanded, read_toml, write_atomically
+from protocol.files.durable import expanded, read_toml, write_atomically
 from protocol.run.models import Section, nearest_key
 from protocol.terminal.console import bits_per_second_of, web_address_of
 from protocol.trust.credentials import COORDINATOR_FILE, IDENTITY_FILE, LINK_FILE, Credentials
@@ -56,9 +56,6 @@ def has_snapshots(folder: Path) -> bool:
     """Whether a node's folder holds anything of the run's state: then it goes on from that."""
     return any((folder / SNAPSHOTS_FOLDER).glob("*"))
 
-
-WRITTEN_IN_PLACE = (LOCK_NAME, HISTORY_FILE, RULINGS_FILE, SENT_FILE)
-"""Files that a node does not replace as a whole."""
 
 TEMPLATE = (resources.files("node") / "node_template.toml").read_text(encoding="utf-8")
 """What a new folder has."""

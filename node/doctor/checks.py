@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import Any
 from urllib.request import getproxies
 
-from node.app import OPEN_FILES_PER_RANK, OWN_OPEN_FILES
+from node.app import OPEN_FILES_PER_RANK, OWN_OPEN_FILES, WRITTEN
 from node.config import (
     RULINGS_FILE,
-    WRITTEN_IN_PLACE,
     NodeSettings,
     is_loopback,
 )
@@ -131,7 +130,7 @@ def disk_findings(
         f"written at {console.bytes_in_words(settings.disk_budget.bytes_per_second)}/s on average"
     )
     try:
-        require_ours(folder, WRITTEN_IN_PLACE)
+        require_ours(folder, WRITTEN)
         if (folder / RUN_FILE).is_file():
             spec = kept_run(folder)
             rules = KeptRulings(spec, path=folder / RULINGS_FILE).in_force

@@ -82,13 +82,22 @@ def whose_it_is(path: Path, *, within: Path | None = None) -> str:
     )
 
 
-def require_ours(folder: Path, files: Iterable[str]) -> None:
+_OF_THE_DISK_ITSELF = "lost+found"
+
+
+def require_ours(folder: Path, written: Iterable[str]) -> None:
     """Raises CannotCreateError where a daemon could not write in its folder, before it has done any work.
 
-    `files` are those that it changes where they are; in all folders it makes and removes some.
+    `written` are files that it changes where they are, and folders in which it makes and removes some. What
+    else is there may be anybody's: data, keys, what a disk has of its own where it is mounted there.
     """
-    inside = (path for path in folder.rglob("*") if path.is_dir() and not path.is_symlink())
-    for path in (folder, *inside, *(folder / name for name in files)):
+    named = [folder / name for name in written]
+    inside = {path for top in named for path in top.rglob("*") if path.is_dir()}
+    for path in (
+        folder,
+        *named,
+        *sorted(path for path in inside if path.name != _OF_THE_DISK_ITSELF),
+    ):
         if os.path.lexists(path) and not os.access(path, os.W_OK):
             number = errno.EROFS if os.statvfs(path).f_flag & os.ST_RDONLY else errno.EACCES
             refused = refusal_to_write(path, OSError(number, os.strerror(number)))

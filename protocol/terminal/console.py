@@ -143,8 +143,16 @@ def _blame(error: Exception) -> int:
     if number not in NEXT_STEP_FOR_REFUSAL:
         return _blame_a_bug(error)
     _abandon_if_unwritable(sys.stdout)
-    where = f"{error.filename}: " if isinstance(error, OSError) and error.filename else ""
-    _complain(f"the machine refuses: {where}{what}", NEXT_STEP_FOR_REFUSAL[number])
+    named = error.filename if isinstance(error, OSError) else None
+    where = f"{named}: " if named else ""
+    next_step = NEXT_STEP_FOR_REFUSAL[number]
+    if number in _REFUSALS_OF_FILES and isinstance(named, str):
+        from protocol.files.durable import (
+            whose_it_is,  # which other systems than Linux cannot import
+        )
+
+        next_step = whose_it_is(Path(named)) or next_step
+    _complain(f"the machine refuses: {where}{what}", next_step)
     return ExitCode.SYSTEM
 
 

@@ -285,7 +285,7 @@ class Credentials:
         except PermissionError as error:
             raise NoInputError(
                 f"cannot read {error.filename}: {error.strerror}",
-                next_step=whose_it_is(Path(error.filename))
+                next_step=whose_it_is(Path(error.filename or directory))
                 or "run as the user who joined the swarm",
             ) from error
         except (OSError, ValueError, AtollError) as error:

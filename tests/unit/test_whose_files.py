@@ -9,10 +9,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import click
 import pytest
 
-from coordinator.app import WRITTEN_IN_PLACE as OF_A_COORDINATOR
-from node.config import WRITTEN_IN_PLACE as OF_A_NODE
+from coordinator.app import WRITTEN as OF_A_COORDINATOR
+from node.app import WRITTEN as OF_A_NODE
 from protocol.errors import AtollError, CannotCreateError, ExitCode, SystemRefusedError
 from protocol.files.durable import (
     FolderLock,
@@ -23,6 +24,7 @@ from protocol.files.durable import (
     whose_it_is,
     write_atomically,
 )
+from protocol.terminal import console
 
 ROOT = Path(__file__).parents[2]
 NOBODY = 65534
@@ -90,8 +92,14 @@ def test_a_folder_that_is_another_users_as_a_whole_is_first_of_all_that_users(fo
     assert refused.value.next_step.startswith(f"run as root, whose {folder} is")
 
 
-def test_what_only_is_read_may_be_anothers(folder: Path) -> None:
+def test_what_is_only_read_may_be_anothers_and_so_may_what_is_nothing_of_ours(folder: Path) -> None:
     (folder / "node.toml").write_text("# of a ConfigMap, or of who gives services their keys")
+    (folder / "tokens").mkdir(mode=0o755)
+    for place in (folder, folder / "snapshots"):  # which are volumes
+        place.mkdir(exist_ok=True)
+        os.chown(place, NOBODY, NOBODY)
+        (place / "lost+found").mkdir(mode=0o700)
+    (folder / "island.token").touch(mode=0o600)
     with as_nobody():
         require_ours(folder, OF_A_NODE)
 
@@ -117,6 +125,21 @@ def test_whose_it_is_is_said_wherever_it_shows(folder: Path) -> None:
     for refused in refusals:
         assert "Permission denied" in refused.what and "sudo chown" in refused.next_step
         assert refused.exit_code in (ExitCode.SYSTEM, ExitCode.NO_INPUT, ExitCode.CANNOT_CREATE)
+
+
+def test_it_is_said_of_a_file_that_nobody_has_thought_of(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "news.jsonl").touch(mode=0o600)
+
+    @click.command()
+    def reading() -> None:
+        (folder / "news.jsonl").read_bytes()
+
+    with as_nobody():
+        assert console.run(reading, []) == ExitCode.SYSTEM
+    said = capsys.readouterr().err
+    assert "news.jsonl: Permission denied" in said and "sudo chown -R nobody" in said
 
 
 def test_of_our_own_files_nothing_is_said_and_of_root_nothing_to_root(folder: Path) -> None:
