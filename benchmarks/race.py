@@ -19,7 +19,7 @@ All take the same time, and schedules fall to their end within it. Each contende
 inner optimizer on the first seed: five inner rates, and more beyond while the last of them is the best, then
 two other intervals, then three other outer settings; data parallelism has the rates. The best try runs with
 the other seeds, and in shorter times, so that "times as fast" compares runs whose schedules ended. What is in
-the file of results is not run again.
+the file of results is not run again, unless presets choose another exchange since.
 
 With `--times 4` the race takes four times as long, without plain DiLoCo. All begin with what was best in the
 usual time, Atoll with what presets choose for the longer one. The ceiling tries lower rates while these are
@@ -164,6 +164,12 @@ RACES = {
 }
 
 
+def race_of(ratio: int, num_nodes: int, *, is_quick: bool = False) -> Race:
+    """A case with so many nodes; the quick one is as short as it can be."""
+    race = replace(RACES[ratio], num_nodes=num_nodes)
+    return replace(race, steps=15 * race.steps // 800) if is_quick else race
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Try:
     """One run of a contender."""
@@ -256,12 +262,26 @@ def run(tried: Try, *, race: Race, base: dict[str, dict[str, Any]]) -> dict[str,
     else:
         loss = train_swarm(setting, spec, corpus).loss
     return asdict(tried) | {
+        **_told(course),
+        "loss": loss,
+    }
+
+
+def _told(course: Course) -> dict[str, Any]:
+    """What a line of results says of it."""
+    return {
         "steps": course.steps,
         "rounds": course.rounds,
         "late_steps": course.late_steps,
         "codec": course.exchange.get("uplink", ""),
-        "loss": loss,
+        "blend": course.exchange.get("blend", 0.0),
     }
+
+
+def is_of_today(tried: Try, row: dict[str, Any], race: Race) -> bool:
+    """Whether presets choose the same now as for that line, which may be older than they are."""
+    course = course_of(tried, race)
+    return not course.rounds or row.items() >= _told(course).items()
 
 
 Losing = Callable[[Sequence[Try]], list[float]]
@@ -501,6 +521,15 @@ def known_in(file: Path) -> Known:
     return {asked_by(Try, row): row for row in read_rows(file)}
 
 
+def known_today(file: Path, *, is_quick: bool) -> Known:
+    """The same without what presets choose otherwise now: that is run again."""
+    return {
+        each: row
+        for each, row in known_in(file).items()
+        if is_of_today(each, row, race_of(each.ratio, each.num_nodes, is_quick=is_quick))
+    }
+
+
 def prepare_process() -> None:
     """One thread, and errors alone in the log."""
     torch.set_num_threads(1)
@@ -535,12 +564,12 @@ def main() -> None:
     options = parser.parse_args()
     known = known_in(options.results)
     if not options.report:
+        known = known_today(options.results, is_quick=options.quick)
         processes = options.processes
         spawn = get_context("spawn")
         with ProcessPoolExecutor(processes, spawn, initializer=prepare_process) as pool:
             for ratio, optimizer in itertools.product(options.ratios, options.optimizers):
-                race = replace(RACES[ratio], num_nodes=options.nodes)
-                race = replace(race, steps=15 * race.steps // 800) if options.quick else race
+                race = race_of(ratio, options.nodes, is_quick=options.quick)
                 run_one = partial(run, race=race, base=TINY if options.quick else TRAINED)
                 losses_of = racing(pool, known, Rows(options.results), run_one)
                 if options.times == 1:

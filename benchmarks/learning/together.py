@@ -32,12 +32,13 @@ from benchmarks.race import (
     TRAINED,
     Known,
     Losing,
-    Race,
     Try,
     best_among,
     known_in,
+    known_today,
     outer_by_presets,
     prepare_process,
+    race_of,
     racing,
     run,
     share_at,
@@ -92,9 +93,10 @@ def compete(alone: Try, nodes: Sequence[int], seeds: Sequence[int], losses_of: L
                 break
 
 
-def run_among(tried: Try, *, race: Race, base: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def run_among(tried: Try, *, is_quick: bool) -> dict[str, Any]:
     """Trains with as many nodes as the try says."""
-    return run(tried, race=replace(race, num_nodes=tried.num_nodes), base=base)
+    race = race_of(tried.ratio, tried.num_nodes, is_quick=is_quick)
+    return run(tried, race=race, base=TINY if is_quick else TRAINED)
 
 
 def report(known: Known) -> Iterator[str]:
@@ -165,11 +167,10 @@ def main() -> None:
     options = parser.parse_args()
     known = known_in(options.results)
     if not options.report:
-        race = RACES[options.ratio]
-        race = replace(race, steps=15 * race.steps // 800) if options.quick else race
+        known = known_today(options.results, is_quick=options.quick)
         spawn = get_context("spawn")
         with ProcessPoolExecutor(options.processes, spawn, initializer=prepare_process) as pool:
-            run_one = partial(run_among, race=race, base=TINY if options.quick else TRAINED)
+            run_one = partial(run_among, is_quick=options.quick)
             losses_of = racing(pool, known, Rows(options.results), run_one)
             alone = Try(
                 ratio=options.ratio,

@@ -26,6 +26,7 @@ from benchmarks.race import (
     compete_longer,
     course_of,
     first_try,
+    is_of_today,
     known_in,
     report,
     share_at,
@@ -63,6 +64,22 @@ def test_plain_diloco_waits_for_its_ring_and_atoll_sends_while_it_trains() -> No
     atoll = course_of(first_try(RACES[50], 50, ATOLL, "adamw"), RACES[50])
     assert atoll.late_steps > 0
     assert atoll.rounds * atoll.steps > 0.9 * RACES[50].steps
+
+
+def test_what_presets_chose_otherwise_once_is_run_again() -> None:
+    race = replace(RACES[50], num_nodes=4)
+    tried = first_try(race, 50, ATOLL, "muon")
+    course = course_of(tried, race)
+    told = {"steps": course.steps, "rounds": course.rounds, "late_steps": course.late_steps}
+    row = {
+        **told,
+        "codec": course.exchange["uplink"],
+        "blend": course.exchange["blend"],
+        "loss": 1.3,
+    }
+    assert is_of_today(tried, row, race)
+    for once in ({"blend": 0.5}, {"codec": "int4"}, {"late_steps": 9}, {"rounds": 3}):
+        assert row | once != row and not is_of_today(tried, row | once, race)
 
 
 def test_half_the_time_is_half_the_rounds() -> None:
