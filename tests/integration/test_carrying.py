@@ -157,8 +157,7 @@ async def test_when_the_first_carrier_is_gone_the_second_one_carries() -> None:
         await first.transport.stop()
         await pushing
         assert home.other.desk.received[0][1].body == payload.body
-        assert home.one.transport._carrying.through == {home.other.node_id: second.node_id}  # type: ignore[attr-defined]
-        assert second.counts.totals()["carried"][0] > 0
+        assert second.counts.totals()["carried"][0] >= BIG  # its stream may be gone again
 
 
 async def pushed(home: Three, payload: Payload) -> None:
