@@ -17,8 +17,7 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 import coordinator.swarm
-from coordinator.clock import LoopClock
-from coordinator.driver import Driver
+from coordinator.driver import Driver, LoopClock
 from coordinator.journal import log_transition
 from coordinator.services import session
 from coordinator.services.session import MOST_OUT_OF_REACH, SentMessages, SessionDesk

@@ -5,8 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from coordinator.clock import LoopClock
-from coordinator.driver import Driver
+from coordinator.driver import Driver, LoopClock
 from coordinator.journal import news_of
 from coordinator.services.status import StatusDesk
 from coordinator.store import Store
