@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 
 from coordinator.swarm.ledger import Places
 from coordinator.swarm.members import Condition
-from coordinator.swarm.slices import SeenNorms
-from coordinator.swarm.state import Alarm, ClosedRound, Conviction, Rules
+from coordinator.swarm.state import Alarm, ClosedRound, Conviction, Rules, SeenNorms
 from protocol.trust.receipts import Omission
 from protocol.trust.rulings import Decision, Ruling
 from protocol.wire.findings import ResultRefused

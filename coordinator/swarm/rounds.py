@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from coordinator.swarm import spot_checks
 from coordinator.swarm.audit import audits_in_words, draw, draw_what_leads_elsewhere, pending_audits
-from coordinator.swarm.committed import agree_on, book
+from coordinator.swarm.committed import agree_on, book, bounded, norms_after
 from coordinator.swarm.conviction import (
     contradict,
     errors_after,
@@ -19,7 +19,6 @@ from coordinator.swarm.deadlines import device_of, measured, times_at_commit, ti
 from coordinator.swarm.events import Tell
 from coordinator.swarm.members import MemberState
 from coordinator.swarm.retraction import retract_lost
-from coordinator.swarm.slices import bounded, norms_after
 from coordinator.swarm.standing import await_returning, note_appliers, note_parts
 from coordinator.swarm.state import (
     ClosedRound,

@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from coordinator.swarm.audit import pending_audits
-from coordinator.swarm.committed import book_learned, judge_all, unbook
+from coordinator.swarm.committed import book_learned, judge_all, norms_after, unbook
 from coordinator.swarm.conviction import forget_errors
 from coordinator.swarm.deadlines import next_apply_seconds
 from coordinator.swarm.evaluation import (
@@ -32,7 +32,6 @@ from coordinator.swarm.ledger import end_ahead, settle
 from coordinator.swarm.members import BARRED, PRESENT, Member, MemberState
 from coordinator.swarm.membership import HEARTBEATS_PER_LEASE, give_up
 from coordinator.swarm.rounds import end_round, plan_of
-from coordinator.swarm.slices import norms_after
 from coordinator.swarm.state import (
     KEPT_LEFT,
     Awaited,

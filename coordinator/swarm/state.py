@@ -11,7 +11,6 @@ from statistics import median_high
 
 from coordinator.swarm.ledger import Ledger
 from coordinator.swarm.members import Member, Members
-from coordinator.swarm.slices import SeenNorms
 from protocol.run.schedule import ALWAYS_ALIKE, Schedule, StepsTaken
 from protocol.trust.rulings import Ruling
 from protocol.wire.findings import Audited, ResultRefused
@@ -389,6 +388,25 @@ class Rules:
         )
         num_rounds = min(plan.round, max(1, len(self.layout.fragment_elements)))
         return self.schedule.stride(taken, num_rounds=num_rounds)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeenNorm:
+    """What was applied to a stretch of a fragment."""
+
+    start: int
+    num_elements: int
+    norm: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeenNorms:
+    """What one commit applied."""
+
+    round: int
+    fragment: int
+    slices: tuple[SeenNorm, ...]
+    stride: float  # of the inner steps that led to it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,8 +17,7 @@ from coordinator.swarm.events import (
     Ticked,
 )
 from coordinator.swarm.members import AuditRecord, MemberState, Work
-from coordinator.swarm.slices import SeenNorm, SeenNorms
-from coordinator.swarm.state import Audit, Verdict
+from coordinator.swarm.state import Audit, SeenNorm, SeenNorms, Verdict
 from coordinator.swarm.transition import initial_state
 from protocol.trust.rulings import RulingKind
 from protocol.trust.rulings import digest_of as digest_of_rulings
