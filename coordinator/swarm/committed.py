@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from statistics import median_low
 
-from coordinator.swarm.events import HistoryTold, Tell
+from coordinator.swarm.events import HistoryTold, Tell, Turn
 from coordinator.swarm.ledger import committed_samples, lease_again, reopen, settle
 from coordinator.swarm.members import PRESENT, Member, MemberState, Screening, Work
 from coordinator.swarm.state import (
@@ -26,9 +26,10 @@ from coordinator.swarm.state import (
     SeenNorm,
     SeenNorms,
     SwarmState,
+    T,
     last_sure_round,
+    present_members,
 )
-from coordinator.swarm.turn import Turn, holds_undone, present_members, without
 from coordinator.swarm.weighing import (
     credited,
     earned,
@@ -38,6 +39,7 @@ from coordinator.swarm.weighing import (
     unchecked,
     weight_of,
 )
+from protocol.trust.rulings import undoes
 from protocol.wire.messages import CommitsWanted, RefetchAsked
 from protocol.wire.payload import WireTotals, grown
 from protocol.wire.rounds import WHOLE, Commit, Digest, NodeId, SliceOutcome, training_in
@@ -532,3 +534,13 @@ def _norm_there(seen: SeenNorms, outcome: SliceOutcome) -> float | None:
     if 2 * covered < outcome.num_elements:
         return None
     return math.sqrt(squares * outcome.num_elements / covered)
+
+
+def holds_undone(state: SwarmState, member: Member) -> bool:
+    """Whether the member holds the state after a round that is undone."""
+    return undoes(state.rolled_back, member.outer_round, member.outer_incarnation)
+
+
+def without(reports: Mapping[NodeId, T], node_id: NodeId) -> dict[NodeId, T]:
+    """What all nodes but one have reported."""
+    return {other: report for other, report in reports.items() if other != node_id}

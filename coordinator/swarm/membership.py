@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
 from itertools import chain, count
 
-from coordinator.swarm.committed import judge, note_outer_state, note_wire
+from coordinator.swarm.committed import judge, note_outer_state, note_wire, without
 from coordinator.swarm.events import (
     Attached,
     Detached,
@@ -15,12 +15,19 @@ from coordinator.swarm.events import (
     SendRoster,
     StreamBroken,
     Tell,
+    Turn,
     Woke,
 )
 from coordinator.swarm.members import BARRED, PRESENT, Condition, Member, MemberState
 from coordinator.swarm.reach import punch
-from coordinator.swarm.state import KEPT_ROUNDS, RoundPhase, SwarmState
-from coordinator.swarm.turn import Turn, members_of, others_in, present_members, without
+from coordinator.swarm.state import (
+    KEPT_ROUNDS,
+    RoundPhase,
+    SwarmState,
+    members_of,
+    others_in,
+    present_members,
+)
 from protocol.errors import (
     CopyAttachedError,
     HeldBackError,

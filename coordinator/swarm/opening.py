@@ -25,7 +25,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median, median_low
 
-from coordinator.swarm.conviction import may_reduce, sitting_out_in_words
 from coordinator.swarm.deadlines import (
     budgets_in_words,
     capped_in_words,
@@ -34,16 +33,23 @@ from coordinator.swarm.deadlines import (
     step_budgets,
     usual_speeds,
 )
-from coordinator.swarm.events import Tell
+from coordinator.swarm.events import Tell, Turn
 from coordinator.swarm.ledger import Places, end_ahead, lease, num_samples_of
 from coordinator.swarm.members import Member
 from coordinator.swarm.reach import best_reducers, newcomers, ways_between, ways_in_words
 from coordinator.swarm.retraction import unfollowed
 from coordinator.swarm.rounds import plan_of
 from coordinator.swarm.spot_checks import plan_for_checks
-from coordinator.swarm.standing import counted_on
-from coordinator.swarm.state import Round, RoundPhase, Rules, SliceProgress, SwarmState
-from coordinator.swarm.turn import Turn, available_members
+from coordinator.swarm.standing import counted_on, sitting_out_in_words
+from coordinator.swarm.state import (
+    Round,
+    RoundPhase,
+    Rules,
+    SliceProgress,
+    SwarmState,
+    available_members,
+)
+from coordinator.swarm.takeover import may_reduce
 from coordinator.swarm.weighing import say_of, unchecked
 from protocol.wire.messages import RoundOpened
 from protocol.wire.rounds import Assignment, NodeId, Slice, book_of_data, cut_into_slices

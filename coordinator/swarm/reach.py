@@ -24,10 +24,9 @@ from functools import partial
 from heapq import nsmallest
 from ipaddress import ip_address
 
-from coordinator.swarm.events import Tell
+from coordinator.swarm.events import Tell, Turn
 from coordinator.swarm.members import PRESENT, Member, PunchTries
-from coordinator.swarm.state import Say, SwarmState
-from coordinator.swarm.turn import Turn, is_present, present_members
+from coordinator.swarm.state import Say, SwarmState, is_present, present_members
 from coordinator.swarm.weighing import weight_of
 from protocol.wire.messages import PunchAsked
 from protocol.wire.rounds import NodeId, Slice, Way
