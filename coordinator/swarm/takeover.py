@@ -18,7 +18,7 @@ They are others' for this round, by what is known of them:
 - No result is made. Its reducer may wait for somebody's slow link, so it does not rest. When that happens
   again soon its slices are others' almost at once: else one that makes none lengthened each round.
 
-Reducers give up contributions sooner than that (node.exchange.round.waiting).
+Reducers give up contributions sooner than that (node.exchange.round.transition).
 """
 
 from bisect import bisect_left
@@ -68,7 +68,7 @@ made each has the part beyond 1 at least."""
 
 UNMADE_TIMES, UNMADE_LEAST_SECONDS = 1.45, 4.5
 """Likewise for results that are not made. A reducer that itself waits for somebody of whom nothing comes has
-made its own by then (node.exchange.round.waiting)."""
+made its own by then (node.exchange.round.transition)."""
 
 UNMADE_AGAIN_TIMES, UNMADE_AGAIN_LEAST_SECONDS, UNMADE_ROUNDS = 1.1, 1.0, 16
 """Likewise where others had to make a slice of the reducer in one of so many rounds before. And where most
