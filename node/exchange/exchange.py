@@ -26,8 +26,7 @@ from node.exchange.peers import (
     WantResult,
     WantTokens,
 )
-from node.exchange.round.admission import refusal
-from node.exchange.round.state import Rules
+from node.exchange.round.state import Rules, refusal
 from node.exchange.round.transition import waiting_for
 from node.exchange.runner import RoundRunner
 from node.exchange.state.catch_up import CatchUp, CoordinatorCalls

@@ -17,7 +17,6 @@ from node.exchange.codecs.codec import CodecError
 from node.exchange.fetching import Donors, fetch_results
 from node.exchange.giving import Push, Pushes, Turns
 from node.exchange.peers import Admission, TransferRefusedError, Transport, WantResult
-from node.exchange.round.admission import contradicted, misfit_of_result, refusal
 from node.exchange.round.state import (
     Action,
     Closed,
@@ -43,8 +42,11 @@ from node.exchange.round.state import (
     Send,
     Tell,
     TimePassed,
+    contradicted,
     in_order_of_sending,
+    misfit_of_result,
     opened,
+    refusal,
 )
 from node.exchange.round.transition import is_complete, is_wanted, step
 from node.exchange.state.sources import StateHere
