@@ -16,7 +16,6 @@ import sqlite3
 import struct
 import threading
 import zlib
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
@@ -124,9 +123,6 @@ class Database:
         self._aside = aside or self._reader
         self._lock = lock
         self._slow_told_at = -math.inf
-        self._slow_writes: deque[tuple[float, float]] = (
-            deque()
-        )  # when, and seconds: ever shorter ones
         self._transaction = threading.Lock()  # held from BEGIN to COMMIT or ROLLBACK
         with self._in_our_words():
             connection.execute("PRAGMA journal_mode = WAL")
