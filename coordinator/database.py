@@ -10,7 +10,6 @@ What the database does not hold yet is the difference of two states. Most steps 
 and rows are written for these alone.
 """
 
-import math
 import resource
 import sqlite3
 import struct
@@ -23,7 +22,6 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, Self
 
-import structlog
 from blake3 import blake3
 from google.protobuf.message import DecodeError
 from pydantic import ValidationError
@@ -38,8 +36,6 @@ from protocol.terminal.console import bytes_in_words
 from protocol.trust.rulings import Ruling
 from protocol.wire.rounds import NodeId
 from protocol.wire.versions import DATABASE
-
-_log = structlog.get_logger()
 
 DATABASE_NAME = "atoll.db"
 
@@ -122,7 +118,6 @@ class Database:
         self._reader = reader or connection
         self._aside = aside or self._reader
         self._lock = lock
-        self._slow_told_at = -math.inf
         self._transaction = threading.Lock()  # held from BEGIN to COMMIT or ROLLBACK
         with self._in_our_words():
             connection.execute("PRAGMA journal_mode = WAL")

@@ -12,8 +12,6 @@ import contextlib
 import struct
 from dataclasses import replace
 
-import structlog
-
 from coordinator.relay.doors import Doors, Limits, Place, Places, listening_socket
 from coordinator.relay.stream import CHUNK_BYTES, Connection, joined
 from protocol.errors import ProtocolMismatchError
@@ -29,8 +27,6 @@ MOST_A_SECOND = 100.0
 """New connections of one address, as a whole office makes when the coordinator is back."""
 
 _HANDSHAKE, _CLIENT_HELLO, _SERVER_NAME, _HOST_NAME = 22, 1, 0, 0
-
-_log = structlog.get_logger(__name__)
 
 
 def server_name_in(record: bytes) -> str:
