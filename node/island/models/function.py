@@ -42,7 +42,7 @@ from node.island.models.code import (
     said,
     sources_of,
 )
-from node.island.models.generic import GenericArchitecture
+from node.island.models.generic import GenericArchitecture, styles_of
 from node.island.models.running_statistics import (
     averaging,
     batches_for,
@@ -51,7 +51,6 @@ from node.island.models.running_statistics import (
     statistics_of,
 )
 from node.island.models.stages import units_of
-from node.island.models.tensor_plan import styles_of
 from node.island.models.transformers import config_within
 from node.outer_state import Vector
 from protocol.errors import AtollError, BadDataError, ConfigError, UsageError

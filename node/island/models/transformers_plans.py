@@ -1,7 +1,7 @@
 """What models of transformers say themselves of cutting them: tensor parallel, and stages of a pipeline.
 
 A plan is taken where all that it says is done here; where it is not, the reason stands in the run's
-description. How a module is cut by a plan is node.island.models.tensor_plan's, and stages'.
+description. How a module is cut by a plan is node.island.models.generic's, and stages'.
 """
 
 from collections.abc import Mapping, Sequence
