@@ -13,7 +13,6 @@ import grpc.aio
 
 from coordinator.authority_key import refuse_damaged
 from coordinator.backups import BackupRecords, add_to, has_any
-from coordinator.clock import LoopClock, seconds_since_boot
 from coordinator.config import (
     AUTHORITY_KEY_FILE,
     RUN_FILE,
@@ -28,7 +27,7 @@ from coordinator.dashboard.news_file import NewsFile
 from coordinator.dashboard.timeline import RoundTally, Timeline, TimesFile
 from coordinator.database import DATABASE_NAME, NEWS_FILE
 from coordinator.disk import Disk
-from coordinator.driver import Driver
+from coordinator.driver import Driver, LoopClock, seconds_since_boot
 from coordinator.journal import (
     log_backup,
     log_damaged,

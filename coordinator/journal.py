@@ -12,12 +12,11 @@ from coordinator.presets.choosing import Plan
 from coordinator.swarm.committed import awaits_first_weights, screenings_of
 from coordinator.swarm.events import EndSession, Tell
 from coordinator.swarm.explain import alike_in_words, differing_in_words, unevaluated_in_words
-from coordinator.swarm.members import PRESENT, Member, MemberState
+from coordinator.swarm.members import PRESENT, Member, MemberState, Verdict
 from coordinator.swarm.reach import helper_between, newly_cut_pairs
 from coordinator.swarm.start import missing
-from coordinator.swarm.state import RoundPhase, SwarmState, Verdict
+from coordinator.swarm.state import RoundPhase, SwarmState, name_of, names_of
 from coordinator.swarm.transition import Transition
-from coordinator.swarm.turn import name_of, names_of
 from protocol.errors import AtollError
 from protocol.files.durable import as_typed
 from protocol.trust.rulings import in_words

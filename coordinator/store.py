@@ -30,10 +30,10 @@ from coordinator.database import (
 )
 from coordinator.invite_rows import Invites
 from coordinator.round_rows import JSON, Sign, load_round, save_round
+from coordinator.swarm.committed import KEPT_COMMITS, norms_of
 from coordinator.swarm.events import Undone
 from coordinator.swarm.ledger import Ledger
 from coordinator.swarm.members import PRESENT, Member
-from coordinator.swarm.slices import KEPT_COMMITS, SeenNorms, norms_of
 from coordinator.swarm.state import (
     ClosedRound,
     HeldOut,
@@ -41,6 +41,7 @@ from coordinator.swarm.state import (
     Round,
     RoundPhase,
     Rules,
+    SeenNorms,
     SwarmState,
     Written,
     trimmed,

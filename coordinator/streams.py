@@ -12,12 +12,11 @@ from coordinator.swarm.committed import commits_wanted, may_bring_commits, refet
 from coordinator.swarm.events import EndSession, OpenSession, SendRoster, Tell
 from coordinator.swarm.members import Member, MemberState
 from coordinator.swarm.membership import roster_of
-from coordinator.swarm.rounds import offer_of, plan_of
+from coordinator.swarm.rounds import plan_of
 from coordinator.swarm.spot_checks import orders_for
 from coordinator.swarm.start import finished_of, time_of_round
-from coordinator.swarm.state import Round, SwarmState, Writing
-from coordinator.swarm.takeover import takeover_of
-from coordinator.swarm.turn import is_present
+from coordinator.swarm.state import Round, SwarmState, Writing, is_present
+from coordinator.swarm.takeover import offer_of, takeover_of
 from protocol.errors import AtollError, SessionEndedError
 from protocol.v1.session_pb2 import HeartbeatRequest
 from protocol.wire.channel import DEADLINE_SECONDS, RETRY_CAP_SECONDS

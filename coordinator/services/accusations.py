@@ -6,8 +6,7 @@ from coordinator.driver import Driver, Session
 from coordinator.services import checks
 from coordinator.services.ruling import Rulings
 from coordinator.swarm.events import LeftOutProven, RefusalSeen
-from coordinator.swarm.state import Round
-from coordinator.swarm.turn import name_of
+from coordinator.swarm.state import Round, name_of
 from protocol.errors import BadDataError
 from protocol.trust.evidence import equivocation_in, of_equivocation, of_omission
 from protocol.trust.receipts import Receipt, omission_in

@@ -13,8 +13,7 @@ from coordinator.services.ruling import Rulings, changes_from_wire
 from coordinator.swarm.events import SamplesSkipped
 from coordinator.swarm.ledger import Places
 from coordinator.swarm.membership import members_by
-from coordinator.swarm.state import KEPT_ROUNDS
-from coordinator.swarm.turn import present_members
+from coordinator.swarm.state import KEPT_ROUNDS, present_members
 from coordinator.swarm.weighing import Kind, kind_of
 from protocol.errors import BadDataError, NoInputError, UsageError
 from protocol.run.amendments import INNER_RATES

@@ -13,7 +13,6 @@ from coordinator.config import Home, rules_in_force, rules_of
 from coordinator.driver import Driver, Session
 from coordinator.services import checks
 from coordinator.store import Store
-from coordinator.swarm.conviction import next_round
 from coordinator.swarm.evaluation import COORDINATOR
 from coordinator.swarm.events import (
     GoBack,
@@ -25,7 +24,7 @@ from coordinator.swarm.events import (
     WithdrawalAsked,
 )
 from coordinator.swarm.going_back import HistoryMovedError
-from coordinator.swarm.state import Alarm
+from coordinator.swarm.state import Alarm, next_round
 from protocol.errors import (
     AtollError,
     BadDataError,

@@ -45,11 +45,10 @@ from coordinator.swarm.events import (
     Reported,
     ReportedTogether,
 )
-from coordinator.swarm.members import Condition
+from coordinator.swarm.members import PRESENT, Condition
 from coordinator.swarm.membership import HEARTBEATS_PER_LEASE
 from coordinator.swarm.start import finished_reason
-from coordinator.swarm.state import Round
-from coordinator.swarm.turn import name_of, names_with_other_data, present_members
+from coordinator.swarm.state import Round, SwarmState, name_of, present_members
 from protocol.errors import AtollError, BadDataError, CopyAttachedError, ProtocolMismatchError
 from protocol.run.amendments import in_force
 from protocol.run.run_spec import RunSpec
@@ -515,3 +514,19 @@ def session_service(
 
     calls.Attach, calls.Subscribe = attach_and_tell_times, subscribe
     return cast("SessionServiceServicer", calls)
+
+
+def names_with_other_data(state: SwarmState, node_id: NodeId) -> list[str]:
+    """Members present whose data differ from those of this one, where numbers should name the same samples.
+
+    Helpers tell of no data, and neither do members that have yet to get theirs, or bring their own.
+    """
+    own = state.members[node_id].corpus
+    if state.rules.has_private_data or not own.num_samples:
+        return []
+    return sorted(
+        member.node_name
+        for member in state.members.values()
+        if member.state in PRESENT and not member.is_helper and member.corpus.num_samples
+        if not member.corpus.is_same(own)
+    )

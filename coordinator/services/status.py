@@ -14,7 +14,6 @@ from coordinator.services.answering import Gate, for_all, service
 from coordinator.services.one_round import closed_round, open_round
 from coordinator.streams import Telemetry
 from coordinator.swarm.committed import awaits_first_weights, recent_screening
-from coordinator.swarm.conviction import next_round, waiting_in_words
 from coordinator.swarm.explain import (
     alike_in_words,
     differing_in_words,
@@ -27,8 +26,15 @@ from coordinator.swarm.ledger import free_again, num_reached, num_samples_of, us
 from coordinator.swarm.members import BARRED, PRESENT, Member, MemberState
 from coordinator.swarm.reach import is_symmetric
 from coordinator.swarm.reach_back import rounds_in_reach, spans_in_words
-from coordinator.swarm.state import HeldOut, RoundPhase, SwarmState, Written
-from coordinator.swarm.turn import present_members
+from coordinator.swarm.standing import waiting_in_words
+from coordinator.swarm.state import (
+    HeldOut,
+    RoundPhase,
+    SwarmState,
+    Written,
+    next_round,
+    present_members,
+)
 from coordinator.swarm.weighing import common_corpus, say_of, unchecked, weight_of
 from protocol.errors import NoInputError
 from protocol.run.amendments import still_in_force

@@ -1,4 +1,4 @@
-"""Audits of reducers: which slices are made again, by whom, and what follows from what is found. Pure.
+"""Audits of reducers: which slices are made again, by whom, what follows from that and from any lie. Pure.
 
 When a slice is committed it is drawn, or not, by a secret that members do not know: so none knows before it
 reports whether anybody will look, and no round waits for who looks. One auditor makes the result again from
@@ -26,20 +26,21 @@ from itertools import accumulate
 
 from blake3 import blake3
 
-from coordinator.swarm.conviction import (
-    MOST_CONTRADICTED,
-    contradict,
-    convict,
-    go_back_before,
-    next_round,
-    strike,
-)
-from coordinator.swarm.events import Tell
-from coordinator.swarm.members import BARRED, MemberState
+from coordinator.swarm.events import LeftOutProven, QuarantineAsked, Tell, Turn
+from coordinator.swarm.members import BARRED, Audit, Conviction, Finding, MemberState, Verdict, Work
 from coordinator.swarm.reach_back import latest_in_reach
+from coordinator.swarm.retraction import go_back_before
 from coordinator.swarm.standing import rounds_out
-from coordinator.swarm.state import Audit, Finding, Round, Say, SwarmState, Verdict
-from coordinator.swarm.turn import Turn, is_held_by, is_present, name_of, names_of
+from coordinator.swarm.state import (
+    Round,
+    Say,
+    SwarmState,
+    is_held_by,
+    is_present,
+    name_of,
+    names_of,
+    next_round,
+)
 from coordinator.swarm.weighing import is_enough, say_of, unchecked, weight_of, weights_of
 from protocol.trust.evidence import of_findings, of_nonsense
 from protocol.wire.findings import Audited
@@ -471,3 +472,78 @@ def _put(turn: Turn, audit: Audit) -> None:
     place = audit.round, audit.slice.index
     audits = (audit if (a.round, a.slice.index) == place else a for a in turn.state.audits)
     turn.state = replace(turn.state, audits=tuple(audits))
+
+
+# What follows from a proven lie
+#
+# A ruling puts a member that is convicted in quarantine, with the evidence. A reducer whose results are in
+# doubt stays away from slices for 1, 2, 4, … rounds.
+
+MOST_CONTRADICTED = 2
+"""So often a member's findings are contradicted until its confirmed work counts no more."""
+
+
+def convict(turn: Turn, node_id: NodeId, reason: str, evidence: tuple[str, ...]) -> None:
+    """Has a member put in quarantine, once, unless it is barred already."""
+    strike(turn, node_id)
+    state, member = turn.state, turn.state.members.get(node_id)
+    is_asked = any(conviction.node_id == node_id for conviction in state.convicted)
+    if member is None or member.state in BARRED or is_asked:
+        return
+    conviction = Conviction(
+        node_id=node_id, node_name=name_of(state, node_id), reason=reason, evidence=evidence
+    )
+    turn.state = replace(state, convicted=(*state.convicted, conviction))
+    turn.act(QuarantineAsked(conviction=conviction))
+
+
+def left_out(turn: Turn, event: LeftOutProven) -> None:
+    """A reducer has left out a contribution that it gave a receipt for; heard until its round is settled."""
+    omission, current = event.omission, turn.state.open_round
+    if current is None or current.number != omission.round:
+        return
+    progress = current.slices[omission.slice_index]
+    place = progress.slice.reducer_id, progress.digest
+    is_known = any(c.node_id == omission.reducer_id for c in turn.state.convicted)
+    if place != (omission.reducer_id, omission.result) or progress.refused or is_known:
+        return
+    name, left = (name_of(turn.state, n) for n in (omission.reducer_id, omission.contributor_id))
+    reason = (
+        f"it left {left} out of slice {omission.slice_index} of round {omission.round}, whose "
+        f"contribution it had signed a receipt for"
+    )
+    convict(turn, omission.reducer_id, reason, event.evidence)
+    commit, index = current.commit, omission.slice_index
+    if commit is not None and commit.slices[index].digest is not None:
+        go_back_before(turn, omission.round, f"{name} is convicted: {reason}", event.evidence)
+    elif commit is None:
+        turn.put_slice(current, replace(progress, refused=f"{name} is convicted: {reason}"))
+
+
+def sound_convictions(turn: Turn) -> None:
+    """Has the edge rule what follows from convictions that a coordinator before this one came to."""
+    for conviction in turn.state.convicted if turn.state.awaited is None else ():
+        turn.act(QuarantineAsked(conviction=conviction))
+
+
+def strike(turn: Turn, node_id: NodeId) -> None:
+    """Keeps a member from slices and audits for a while, twice as long each time."""
+    member = turn.state.members.get(node_id)
+    if member is None:
+        return
+    num_disputed = member.audits.num_disputed + 1
+    back_at = next_round(turn.state) + rounds_out(num_disputed)
+    record = replace(member.audits, num_disputed=num_disputed, back_at_round=back_at)
+    turn.put_member(replace(member, audits=record))
+
+
+def contradict(turn: Turn, node_id: NodeId) -> None:
+    """A member's finding is not what more than half of the weight found: on repeat it loses its say."""
+    member = turn.state.members.get(node_id)
+    if member is None:
+        return
+    record = replace(member.audits, num_contradicted=member.audits.num_contradicted + 1)
+    member = replace(member, audits=record)
+    if record.num_contradicted >= MOST_CONTRADICTED:
+        member = replace(member, work=Work())
+    turn.put_member(member)

@@ -1,20 +1,35 @@
-"""What follows from a commit: which members hold the state after it, and what it counts. Pure.
+"""What follows from a commit: which members hold the state after it, what it counts, how far it leads. Pure.
 
 Counted are tokens, in all and per member, work, and samples in the ledger. So is what reducers have left out
 of members' contributions: the run owner sees by that whom to expel. So is what rounds cost on the wire,
 against averaging gradients at every inner step. Nodes tell with each applied round what their process has
 sent and received so far, so a report that is lost or comes twice changes nothing: what counts is how far the
 totals have grown.
+
+No more of a slice's result is applied than the run's results were lately. A reducer may lie. What its result
+decodes to has the norm that its signed header declares: whoever holds it has checked that. So the
+coordinator can bound what a result does to the model without seeing a weight, and since the factor stands in
+the signed commit, all nodes apply the same, and so does who replays it.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from statistics import median_low
 
-from coordinator.swarm.events import HistoryTold, Tell
+from coordinator.swarm.events import HistoryTold, Tell, Turn
 from coordinator.swarm.ledger import committed_samples, lease_again, reopen, settle
 from coordinator.swarm.members import PRESENT, Member, MemberState, Screening, Work
-from coordinator.swarm.state import Round, RoundPhase, SwarmState, last_sure_round
-from coordinator.swarm.turn import Turn, holds_undone, present_members, without
+from coordinator.swarm.state import (
+    Round,
+    RoundPhase,
+    SeenNorm,
+    SeenNorms,
+    SwarmState,
+    T,
+    last_sure_round,
+    present_members,
+)
 from coordinator.swarm.weighing import (
     credited,
     earned,
@@ -24,9 +39,10 @@ from coordinator.swarm.weighing import (
     unchecked,
     weight_of,
 )
+from protocol.trust.rulings import undoes
 from protocol.wire.messages import CommitsWanted, RefetchAsked
 from protocol.wire.payload import WireTotals, grown
-from protocol.wire.rounds import WHOLE, Commit, Digest, NodeId, training_in
+from protocol.wire.rounds import WHOLE, Commit, Digest, NodeId, SliceOutcome, training_in
 
 
 def note_outer_state(
@@ -396,3 +412,135 @@ def _sum(one: WireTotals, other: WireTotals) -> WireTotals:
         )
         for kind in sorted({*one, *other})
     }
+
+
+# How far results lead
+
+KEPT_COMMITS = 5
+"""Of each fragment so many results are remembered: a lie has to be told in most of them to be the usual."""
+
+MOST_TIMES_USUAL = 4.0
+"""A result longer than so many times the median of these is cut to it, of two the lower. Fewer nodes and late
+work make honest ones longer, by less than that.
+
+More inner steps at higher rates lead further, as in a warm-up: the bound grows as their stride does
+(protocol.run.schedule). What makes all results of a round longer is no lie either: it grows as the median of
+several reducers' has. One reducer alone says nothing of others, in however many slices."""
+
+MOST_TIMES_OTHERS = 32.0
+"""In a fragment's first round a result is compared with its round's others, by the root of their elements:
+rarely used rows and matrices differ by ten."""
+
+
+def norms_after(seen: Sequence[SeenNorms], commit: Commit, stride: float) -> tuple[SeenNorms, ...]:
+    """What is remembered once this commit is the newest."""
+    before = [each for each in seen if each.round < commit.round]
+    slices = tuple(
+        SeenNorm(
+            start=outcome.start,
+            num_elements=outcome.num_elements,
+            norm=outcome.norm * outcome.factor / WHOLE,
+        )
+        for outcome in commit.slices
+        if outcome.digest is not None and outcome.norm > 0
+    )
+    if not slices:
+        return tuple(before)
+    same = [each for each in before if each.fragment == commit.fragment]
+    dropped = set(map(id, same[: max(0, len(same) + 1 - KEPT_COMMITS)]))
+    kept = [each for each in before if id(each) not in dropped]
+    now = SeenNorms(round=commit.round, fragment=commit.fragment, slices=slices, stride=stride)
+    return (*kept, now)
+
+
+def norms_of(commits: Iterable[tuple[Commit, float]]) -> tuple[SeenNorms, ...]:
+    """The same after all of these, oldest first, with their strides."""
+    seen: tuple[SeenNorms, ...] = ()
+    for commit, stride in commits:
+        seen = norms_after(seen, commit, stride)
+    return seen
+
+
+def bounded(
+    seen: Sequence[SeenNorms], commit: Commit, stride: float, reducers: Sequence[NodeId]
+) -> Commit:
+    """The commit with a factor for each result: 1 where it is no longer than results are.
+
+    `reducers` are those of its slices, and `stride` is of the inner steps that led to it.
+    """
+    before = [each for each in seen if each.fragment == commit.fragment]
+    usual = [_usual(outcome, before, stride) for outcome in commit.slices]
+    grown: dict[NodeId, list[float]] = {}
+    sizes: dict[NodeId, list[float]] = {}
+    for outcome, norm, reducer in zip(commit.slices, usual, reducers, strict=True):
+        if outcome.digest is not None and outcome.norm > 0:
+            sizes.setdefault(reducer, []).append(outcome.norm / math.sqrt(outcome.num_elements))
+            if norm:
+                grown.setdefault(reducer, []).append(outcome.norm / norm)
+    growth = max(1.0, _of_most(grown)) if len(grown) > 1 else 1.0
+    others = _of_most(sizes) if sum(map(len, sizes.values())) > 1 else None
+    return replace(
+        commit,
+        slices=tuple(
+            replace(outcome, factor=_factor(outcome, norm and norm * growth, others))
+            for outcome, norm in zip(commit.slices, usual, strict=True)
+        ),
+    )
+
+
+def _of_most(told: Mapping[NodeId, Sequence[float]]) -> float:
+    """The median of reducers, of whom each counts once; of two the lower, for one may lie."""
+    return median_low([median_low(each) for each in told.values()])
+
+
+def _usual(outcome: SliceOutcome, before: Sequence[SeenNorms], stride: float) -> float | None:
+    """The lower median of what was applied to a slice's elements lately; None: nothing was.
+
+    Each as long as it would be by now, where steps lead further. Where they lead less far, late work is there
+    from before, and no bound falls.
+    """
+    known = [
+        norm * (max(1.0, stride / each.stride) if each.stride > 0 else 1.0)
+        for each in before
+        if (norm := _norm_there(each, outcome)) is not None and norm > 0
+    ]
+    return median_low(known) if known else None
+
+
+def _factor(outcome: SliceOutcome, usual: float | None, others: float | None) -> int:
+    if outcome.digest is None or outcome.norm == 0:
+        return WHOLE
+    if usual is not None:
+        most = MOST_TIMES_USUAL * usual
+    elif others is not None:
+        most = MOST_TIMES_OTHERS * others * math.sqrt(outcome.num_elements)
+    else:
+        return WHOLE
+    return WHOLE if outcome.norm <= most else int(most / outcome.norm * WHOLE)
+
+
+def _norm_there(seen: SeenNorms, outcome: SliceOutcome) -> float | None:
+    """What a commit applied to the elements of a slice; None where it applied nothing to most of them.
+
+    Slices are mostly cut as before. Where they are not, a stretch's squares are taken as even in it.
+    """
+    first, past = outcome.start, outcome.start + outcome.num_elements
+    squares, covered = 0.0, 0
+    for each in seen.slices:
+        shared = min(past, each.start + each.num_elements) - max(first, each.start)
+        if shared > 0:
+            squares += each.norm**2 * shared / each.num_elements
+            covered += shared
+    if 2 * covered < outcome.num_elements:
+        return None
+    return math.sqrt(squares * outcome.num_elements / covered)
+
+
+def holds_undone(state: SwarmState, member: Member) -> bool:
+    """Whether the member holds the state after a round that is undone."""
+    return undoes(state.rolled_back, member.outer_round, member.outer_incarnation)
+
+
+def without(reports: Mapping[NodeId, T], node_id: NodeId) -> dict[NodeId, T]:
+    """What all nodes but one have reported."""
+    return {other: report for other, report in reports.items() if other != node_id}

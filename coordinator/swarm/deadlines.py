@@ -20,8 +20,12 @@ from dataclasses import dataclass, replace
 from statistics import median_low
 
 from coordinator.swarm.members import Member
-from coordinator.swarm.state import Measured, PhaseTimes, Round, Rules, SwarmState
-from coordinator.swarm.turn import (
+from coordinator.swarm.state import (
+    Measured,
+    PhaseTimes,
+    Round,
+    Rules,
+    SwarmState,
     awaited_participants,
     is_held_by,
     is_present,

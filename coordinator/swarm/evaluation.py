@@ -27,7 +27,7 @@ from statistics import median
 
 from blake3 import blake3
 
-from coordinator.swarm.events import GoBack, Tell
+from coordinator.swarm.events import GoBack, Tell, Turn
 from coordinator.swarm.members import Member
 from coordinator.swarm.reach_back import latest_in_reach
 from coordinator.swarm.state import (
@@ -39,8 +39,10 @@ from coordinator.swarm.state import (
     SwarmState,
     Writing,
     Written,
+    available_members,
+    is_present,
+    present_members,
 )
-from coordinator.swarm.turn import Turn, available_members, is_present, present_members
 from coordinator.swarm.weighing import (
     Kind,
     common_corpus,

@@ -1,16 +1,24 @@
-"""What can happen to a swarm, and what its core asks the edge to do about it.
+"""What can happen to a swarm, what its core asks the edge to do about it, and a step of it in the making.
 
 Each event is one fact, already authenticated by the edge. All state is in SwarmState; actions only say what
 follows from it.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from coordinator.swarm.ledger import Places
-from coordinator.swarm.members import Condition
-from coordinator.swarm.slices import SeenNorms
-from coordinator.swarm.state import Alarm, ClosedRound, Conviction, Rules
+from coordinator.swarm.members import Condition, Conviction, Member
+from coordinator.swarm.state import (
+    Alarm,
+    ClosedRound,
+    Round,
+    Rules,
+    SeenNorms,
+    SliceProgress,
+    SwarmState,
+    members_of,
+)
 from protocol.trust.receipts import Omission
 from protocol.trust.rulings import Decision, Ruling
 from protocol.wire.findings import ResultRefused
@@ -250,3 +258,45 @@ class QuarantineAsked:
 RulingAsked = GoBack | WithdrawalAsked | QuarantineAsked
 
 Action = OpenSession | EndSession | SendRoster | Tell | RulingAsked
+
+
+@dataclass(slots=True, kw_only=True)
+class Turn:
+    """A step in the making: the state so far, and the actions that it asks for.
+
+    A step passes through several decisions, each of which sees what the ones before changed. They share a
+    Turn, which never leaves the step, so `step` stays a function. `state` is replaced, never changed in
+    place.
+    """
+
+    state: SwarmState
+    now: float
+    actions: list[Action] = field(default_factory=list)
+    has_new_state: bool = False  # a committed state that nobody was asked to evaluate
+
+    @property
+    def current(self) -> Round:
+        """The round in flight, where there is one."""
+        assert self.state.open_round is not None
+        return self.state.open_round
+
+    def act(self, action: Action) -> None:
+        """Asks the edge for something, after everything asked before."""
+        self.actions.append(action)
+
+    def put_member(self, member: Member) -> None:
+        """Adds a member or replaces it."""
+        if self.state.members.get(member.node_id) != member:
+            members = members_of(self.state).with_member(member)
+            self.state = replace(self.state, members=members)
+
+    def put_round(self, current: Round | None) -> None:
+        """Replaces the round in flight."""
+        if self.state.open_round != current:
+            self.state = replace(self.state, open_round=current)
+
+    def put_slice(self, current: Round, progress: SliceProgress) -> None:
+        """Replaces a slice of the round in flight, which is otherwise as it is given."""
+        index = progress.slice.index
+        slices = (*current.slices[:index], progress, *current.slices[index + 1 :])
+        self.put_round(replace(current, slices=slices))

@@ -18,7 +18,7 @@ from coordinator.swarm.retraction import (
     unfollowed_in_words,
     waits_for_a_holder,
 )
-from coordinator.swarm.rounds import awaited_appliers, held_in_words, is_undecided
+from coordinator.swarm.rounds import awaited_appliers, is_undecided
 from coordinator.swarm.standing import returning
 from coordinator.swarm.start import (
     bringing,
@@ -30,9 +30,18 @@ from coordinator.swarm.start import (
     missing,
     waits_until,
 )
-from coordinator.swarm.state import Awaited, Measured, Round, RoundPhase, SwarmState
-from coordinator.swarm.turn import is_present, name_of, names_of, present_members
-from coordinator.swarm.weighing import Kind, kind_of
+from coordinator.swarm.state import (
+    Awaited,
+    Measured,
+    Round,
+    RoundPhase,
+    SwarmState,
+    is_present,
+    name_of,
+    names_of,
+    present_members,
+)
+from coordinator.swarm.weighing import Kind, held_in_words, kind_of
 from protocol.trust.rulings import Ruling
 from protocol.wire.messages import Trained
 from protocol.wire.rounds import NodeId, training_in

@@ -11,13 +11,12 @@ from dataclasses import replace
 from typing import Any
 
 from coordinator.swarm.committed import judge, unbook
-from coordinator.swarm.conviction import without_rounds_undone
 from coordinator.swarm.evaluation import without_evaluations_since
-from coordinator.swarm.events import Undone
+from coordinator.swarm.events import Turn, Undone
 from coordinator.swarm.ledger import Ledger, end_ahead, settle
 from coordinator.swarm.reach_back import is_in_reach, possible_in_words, saying_so
-from coordinator.swarm.state import KEPT_ROUNDS, SwarmState
-from coordinator.swarm.turn import Turn, name_of, present_members
+from coordinator.swarm.standing import without_rounds_undone
+from coordinator.swarm.state import KEPT_ROUNDS, SwarmState, name_of, present_members
 from coordinator.swarm.weighing import without_rounds_after
 from protocol.errors import TemporaryError, UsageError
 from protocol.trust.rulings import NOBODY, Ruling

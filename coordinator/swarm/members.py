@@ -1,4 +1,4 @@
-"""What the coordinator knows of each member, as immutable values, and of all of them together."""
+"""What the coordinator knows of each member and of its work, as immutable values; and of all together."""
 
 import math
 from bisect import bisect_left
@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from operator import attrgetter
 
-from protocol.wire.findings import SpotChecked
+from protocol.wire.findings import Audited, ResultRefused, SpotChecked
+from protocol.wire.messages import Reduced
 from protocol.wire.payload import WireTotals
-from protocol.wire.rounds import CorpusSummary, Digest, NodeId, PeerAddress, RoundSpan
+from protocol.wire.rounds import CorpusSummary, Digest, NodeId, PeerAddress, RoundSpan, Slice
 from protocol.wire.vitals import UNMEASURED, LinkRates
 
 
@@ -55,7 +56,7 @@ class Screening:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
-    """Whether others wait for a member: coordinator.swarm.weighing has the rules."""
+    """Whether others wait for a member: coordinator.swarm.standing has the rules."""
 
     num_faults: int = 0  # of which some are forgotten again
     back_at_round: int = 0  # no plan of an earlier round counts on it
@@ -67,7 +68,7 @@ class Standing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Against:
-    """Whether most of the others contradict a member: coordinator.swarm.conviction has the rules."""
+    """Whether most of the others contradict a member: coordinator.swarm.standing has the rules."""
 
     rounds: int = 0  # that speak against it, and are not outweighed by others
     num_times_out: int = 0
@@ -106,6 +107,90 @@ class PunchTries:
     between: tuple[str, ...]  # the addresses that were known of both
     num: int
     latest_at: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpotCheck:
+    """A check that goes on."""
+
+    round: int
+    contributor_id: NodeId
+    checker_id: NodeId
+    num_samples: int  # of the lease
+    seed: int
+    seconds: float  # that the checker may take
+    is_planned_for: bool = False  # a plan asks the checker to train less for it
+    part: float = 1.0  # of the committed elements that the contribution is in
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """What one auditor has found: the result's own digest, another one, or nothing for want of inputs."""
+
+    node_id: NodeId
+    found: bytes
+    why: str = ""
+    signed: Audited | None = None  # as its auditor has signed it
+
+
+class Verdict(StrEnum):
+    """What came of an audit: coordinator.swarm.audit has the rules."""
+
+    AGREED = "agreed"
+    UNANSWERED = "unanswered"  # no auditor answered in time: it counts as not audited
+    DISPUTED = "disputed"  # neither side has the weight to decide: the result stays
+    UNPROVEN = "unproven"  # nobody can make the result again, or most cannot: it is undone
+    CONVICTED = "convicted"  # most of the weight makes another one of it: it is undone
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Audit:
+    """The audit of one slice of a committed round."""
+
+    round: int
+    slice: Slice  # with who has reduced it
+    attempt: int  # takeovers of it
+    reduced: Reduced  # the report as it was made
+    participants: tuple[NodeId, ...]  # of the round
+    process_id: int  # of the reducer: another one has not kept what it made the result of
+    seconds: float  # that each stage may take
+    auditor_ids: tuple[NodeId, ...]  # who was asked, in order
+    until: float
+    findings: tuple[Finding, ...] = ()
+    accused: tuple[NodeId, ...] = ()  # whose contributions do not decode, as the reducer has signed
+    leads_elsewhere: bool = False  # as its contributors find
+    is_contested: bool = False  # others were asked than the first auditor
+    verdict: Verdict | None = None
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptError:
+    """What the encoding of a committed result has left to its reducer, by its digest."""
+
+    reducer_id: NodeId
+    fragment: int
+    start: int
+    num_elements: int
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refusal:
+    """A participant has signed that a result does not decode."""
+
+    node_id: NodeId
+    refused: ResultRefused  # as it has signed it, with the result's header
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conviction:
+    """A member's result is proven false, or what it signed: it is to be quarantined."""
+
+    node_id: NodeId
+    node_name: str
+    reason: str
+    evidence: tuple[str, ...] = ()  # as in its ruling: protocol.trust.evidence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,10 +1,11 @@
 """Who is in the swarm: sessions and leases. Which state members hold stands in committed.py."""
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
 from itertools import chain, count
 
-from coordinator.swarm.committed import judge, note_outer_state, note_wire
+from coordinator.swarm.committed import judge, note_outer_state, note_wire, without
 from coordinator.swarm.events import (
     Attached,
     Detached,
@@ -14,13 +15,19 @@ from coordinator.swarm.events import (
     SendRoster,
     StreamBroken,
     Tell,
+    Turn,
     Woke,
 )
 from coordinator.swarm.members import BARRED, PRESENT, Condition, Member, MemberState
-from coordinator.swarm.reach import punch, steadied_carriage
-from coordinator.swarm.slices import steadied
-from coordinator.swarm.state import KEPT_ROUNDS, RoundPhase, SwarmState
-from coordinator.swarm.turn import Turn, members_of, others_in, present_members, without
+from coordinator.swarm.reach import punch
+from coordinator.swarm.state import (
+    KEPT_ROUNDS,
+    RoundPhase,
+    SwarmState,
+    members_of,
+    others_in,
+    present_members,
+)
 from protocol.errors import (
     CopyAttachedError,
     HeldBackError,
@@ -32,6 +39,7 @@ from protocol.wire.messages import Applied, ParticipantsDeparted
 from protocol.wire.payload import WireTotals
 from protocol.wire.rounds import NodeId, RosterEntry, same_fields
 from protocol.wire.versions import MERGE
+from protocol.wire.vitals import LinkRates
 
 HEARTBEATS_PER_LEASE = 5
 """A node is lost only when so many heartbeats in a row are."""
@@ -141,6 +149,40 @@ def heartbeat(turn: Turn, event: HeartbeatSeen) -> None:
     note_outer_state(
         turn, event.node_id, event.outer_round, event.outer_digest, event.outer_incarnation
     )
+
+
+STICKY = 0.25
+"""A rate that is told counts only when it differs from the one in use by more than this: slices
+stay with their reducers, who keep their rounding errors there."""
+
+SLOWEST, FASTEST = 1e2, 1e12
+"""Bytes per second. What lies outside is a broken clock or a lie, and no measurement."""
+
+
+def steadied(before: LinkRates, told: LinkRates) -> LinkRates:
+    """The rates to go by after a node told some: those before, as long as little has changed."""
+    return LinkRates(
+        up_bytes_per_second=steadied_rate(before.up_bytes_per_second, told.up_bytes_per_second),
+        down_bytes_per_second=steadied_rate(
+            before.down_bytes_per_second, told.down_bytes_per_second
+        ),
+    )
+
+
+def steadied_rate(before: float | None, told: float | None) -> float | None:
+    """One of them, in bytes a second."""
+    if told is None or not (math.isfinite(told) and SLOWEST <= told <= FASTEST):
+        return before
+    if before is not None and abs(told - before) <= STICKY * before:
+        return before
+    return told
+
+
+def steadied_carriage(before: float, told: float) -> float:
+    """What to count on of what a member may carry, in bytes a second; 0: it carries nothing."""
+    if not SLOWEST <= told <= FASTEST:
+        return 0.0
+    return steadied_rate(before or None, told) or 0.0
 
 
 def stream_broken(turn: Turn, event: StreamBroken) -> None:

@@ -24,11 +24,9 @@ from functools import partial
 from heapq import nsmallest
 from ipaddress import ip_address
 
-from coordinator.swarm.events import Tell
+from coordinator.swarm.events import Tell, Turn
 from coordinator.swarm.members import PRESENT, Member, PunchTries
-from coordinator.swarm.slices import FASTEST, SLOWEST, steadied_rate
-from coordinator.swarm.state import Say, SwarmState
-from coordinator.swarm.turn import Turn, is_present, present_members
+from coordinator.swarm.state import Say, SwarmState, is_present, present_members
 from coordinator.swarm.weighing import weight_of
 from protocol.wire.messages import PunchAsked
 from protocol.wire.rounds import NodeId, Slice, Way
@@ -189,13 +187,6 @@ MOST_NAMED = 4
 
 FASTER_BY = 2.0
 """A carrier that works is left for another that would be done so many times sooner."""
-
-
-def steadied_carriage(before: float, told: float) -> float:
-    """What to count on of what a member may carry, in bytes a second; 0: it carries nothing."""
-    if not SLOWEST <= told <= FASTEST:
-        return 0.0
-    return steadied_rate(before or None, told) or 0.0
 
 
 def ways_between(

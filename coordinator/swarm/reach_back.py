@@ -10,8 +10,7 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
-from coordinator.swarm.state import Say, SwarmState
-from coordinator.swarm.turn import name_of, present_members
+from coordinator.swarm.state import Say, SwarmState, name_of, present_members
 from coordinator.swarm.weighing import is_enough, say_of, unchecked
 from protocol.wire.rounds import NodeId, RoundSpan
 

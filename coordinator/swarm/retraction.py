@@ -1,4 +1,4 @@
-"""Takes back what nobody can supply any more: a commit, or a going back. Pure.
+"""History that is taken back without being asked: what is lost, what is false, what nobody follows. Pure.
 
 Every node that held a result may die right after the commit. The others can then never apply it,
 and would wait for ever. So the round is committed once more without the slices that are lost, under
@@ -6,6 +6,9 @@ a new incarnation number; who had applied the first version goes back to the sta
 
 Or a state was taken for agreed that nobody holds: one node alone reported it in time, and it was
 wrong. Then the others agree anew, and nothing is lost.
+
+A result that is proven false has the run go back to before its round, by the ruling that the run owner would
+make, or as near as nodes reach.
 
 A going back that nobody can follow is withdrawn, and the run has what it had. Who says that it keeps a
 state may lie, and a disk may fail. So nodes keep what they hold until they have the state that the run went
@@ -19,13 +22,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from coordinator.swarm.committed import agree_on, book, commits_wanted, judge, unbook
-from coordinator.swarm.evaluation import without_evaluations_since
-from coordinator.swarm.events import Tell, WithdrawalAsked
+from coordinator.swarm.evaluation import sound_alarm, without_evaluations_since
+from coordinator.swarm.events import Tell, Turn, WithdrawalAsked
 from coordinator.swarm.members import Member, MemberState
-from coordinator.swarm.reach_back import are_believed, possible_in_words
-from coordinator.swarm.state import ClosedRound, Round, SwarmState, Unfollowed
-from coordinator.swarm.turn import (
-    Turn,
+from coordinator.swarm.reach_back import are_believed, latest_in_reach, possible_in_words
+from coordinator.swarm.state import (
+    Alarm,
+    ClosedRound,
+    Round,
+    SwarmState,
+    Unfollowed,
     is_present,
     members_of,
     name_of,
@@ -412,3 +418,40 @@ def _asked(state: SwarmState, ruling: Ruling, first: Ruling) -> WithdrawalAsked:
     rounds = possible_in_words(replace(state, committed_round=last))
     reason = f"too few nodes came to hold the state after round {round} in {_seconds(state):.0f} s; {rounds}"
     return WithdrawalAsked(withdrawn=first, reason=reason)
+
+
+# What is false
+
+
+def go_back_before(turn: Turn, round: int, reason: str, evidence: tuple[str, ...]) -> None:
+    """Wants the run to go back to before the round, once it shows how near to that nodes can get."""
+    state, round = turn.state, round - 1
+    if state.stopped is not None or state.is_finished:
+        return
+    if (pending := state.alarm) is not None:  # the earlier of both undoes what the other one would
+        round = round if pending.round is None else min(round, pending.round)
+        reason = f"{pending.reason}; {reason}"
+        evidence = pending.evidence or evidence
+    until = turn.now + state.rules.lease_seconds
+    alarm = Alarm(round=round, reason=reason, until=until, evidence=evidence)
+    turn.state = replace(state, alarm=alarm, end_waits_until=None)
+
+
+def decide_alarm(turn: Turn) -> None:
+    """Has the run go back to before a false result, or as near as nodes reach; to nowhere, it pauses.
+
+    What they reach they say with heartbeats, which come more seldom than quick rounds. Convicted members are
+    put out first: what they say of themselves counts for nothing.
+    """
+    alarm = turn.state.alarm
+    if alarm is None or alarm.until is None or alarm.round is None or turn.state.convicted:
+        return
+    reached = latest_in_reach(turn.state, alarm.round)
+    if 0 < alarm.round != reached and turn.now < alarm.until:
+        return
+    reason = alarm.reason
+    if reached is None:
+        reason = f"{reason}, and no node that is here can go back to before that round"
+    sounded = Alarm(round=reached, reason=reason, evidence=alarm.evidence)
+    turn.state = replace(turn.state, alarm=sounded)
+    sound_alarm(turn)

@@ -1,55 +1,58 @@
 """A round from its plan to its commit: what participants report, what commits, what settles it."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from coordinator.swarm import spot_checks
-from coordinator.swarm.audit import audits_in_words, draw, draw_what_leads_elsewhere, pending_audits
-from coordinator.swarm.committed import agree_on, book
-from coordinator.swarm.conviction import (
+from coordinator.swarm.audit import (
+    audits_in_words,
     contradict,
-    errors_after,
-    forget_errors,
-    note_contradicted,
-    refuse_untraced,
-    rest_of_void,
-    votes_of,
+    draw,
+    draw_what_leads_elsewhere,
+    pending_audits,
+    strike,
 )
+from coordinator.swarm.committed import agree_on, book, bounded, norms_after
 from coordinator.swarm.deadlines import device_of, measured, times_at_commit, times_when_applied
-from coordinator.swarm.events import Tell
-from coordinator.swarm.members import MemberState
+from coordinator.swarm.events import Tell, Turn
+from coordinator.swarm.members import KeptError, MemberState
 from coordinator.swarm.retraction import retract_lost
-from coordinator.swarm.slices import bounded, norms_after
-from coordinator.swarm.standing import await_returning, note_appliers, note_parts
+from coordinator.swarm.standing import await_returning, note_appliers, note_contradicted, note_parts
 from coordinator.swarm.state import (
     ClosedRound,
     Round,
     RoundPhase,
     SliceProgress,
     SwarmState,
-    trimmed,
-)
-from coordinator.swarm.turn import (
-    Turn,
-    as_set,
     assignments_of,
     available_members,
     awaited_participants,
-    is_held_by,
+    in_exchange,
     is_present,
     members_of,
     name_of,
     others_in,
-    participants_of,
     present_participants,
     ready_members,
+    trimmed,
 )
-from coordinator.swarm.weighing import heaviest, is_enough, say_in, say_of, unchecked, weight_of
+from coordinator.swarm.takeover import offer_to_deceived, rest_of_void
+from coordinator.swarm.weighing import (
+    deciders,
+    heaviest,
+    held_in_words,
+    holders_of,
+    is_enough,
+    is_held_by_enough,
+    refusers_of,
+    say_of,
+    unchecked,
+    votes_of,
+)
 from protocol.wire.messages import (
     Held,
     ParticipantsIdle,
     Reduced,
-    ResultOffered,
     RoundCommitted,
     Trained,
 )
@@ -174,7 +177,7 @@ def results_held(turn: Turn, node_id: NodeId, told: Sequence[tuple[int, Held]]) 
     After the commit as well: who holds a result then can supply it to others.
     """
     current = turn.state.open_round
-    if current is None or node_id not in participants_of(current):
+    if current is None or node_id not in assignments_of(current):
         return
     reports = {
         report.slice_index: report
@@ -196,32 +199,6 @@ def results_held(turn: Turn, node_id: NodeId, told: Sequence[tuple[int, Held]]) 
                 offer_to_deceived(turn, index, (node_id,))
 
 
-def offer_to_deceived(turn: Turn, index: int, node_ids: Iterable[NodeId]) -> None:
-    """Who was given another result than the reducer has reported fetches the reported one.
-
-    It has both signatures then, and shows them.
-    """
-    current = turn.current
-    digest = current.slices[index].digest
-    refused = {r.node_id: r.refused.digest for r in current.slices[index].refusals}
-    others = {n: current.held.get(n, {}).get(index) or refused.get(n) for n in node_ids}
-    deceived = tuple(sorted(n for n, told in others.items() if told not in (None, digest)))
-    if digest is None or not deceived:
-        return
-    turn.act(Tell(message=offer_of(turn.state, current, current.slices[index]), to=deceived))
-
-
-def offer_of(state: SwarmState, current: Round, progress: SliceProgress) -> ResultOffered:
-    """What says from whom the result that the slice's reducer has reported can be fetched."""
-    assert progress.digest is not None
-    return ResultOffered(
-        round=current.number,
-        slice_index=progress.slice.index,
-        digest=progress.digest,
-        holder_ids=holders_of(state, current, progress),
-    )
-
-
 def _with_held(
     held: Mapping[NodeId, Mapping[int, Digest]], node_id: NodeId, news: Mapping[int, Digest]
 ) -> Mapping[NodeId, Mapping[int, Digest]]:
@@ -238,66 +215,6 @@ def _with_agreements(
         return before
     kept = {index: agreement for index, agreement in own.items() if index not in reports}
     return {**before, node_id: kept | told}
-
-
-def holders_of(state: SwarmState, current: Round, progress: SliceProgress) -> tuple[NodeId, ...]:
-    """The present participants that hold the result which the slice's reducer reported."""
-    participants = present_participants(state, current)
-    return tuple(n for n in participants if is_held_by(n, current, progress))
-
-
-def refusers_of(current: Round, progress: SliceProgress) -> list[NodeId]:
-    """Who has signed that the result which the reducer reported does not decode, and does not hold it."""
-    return [
-        refusal.node_id
-        for refusal in progress.refusals
-        if refusal.refused.digest == progress.digest
-        and not is_held_by(refusal.node_id, current, progress)
-    ]
-
-
-def deciders(state: SwarmState, current: Round, *, is_late: bool) -> tuple[NodeId, ...]:
-    """Those among whom it is decided that a slice is held by enough: who is here and waited for.
-
-    At the deadline only who was heard of in this round: others may be dead, and their leases not over.
-    """
-    awaited = awaited_participants(state, current)
-    if not is_late:
-        return awaited
-    heard = tuple(n for n in awaited if n in current.trained or n in current.held)
-    return heard or awaited
-
-
-def is_held_by_enough(
-    state: SwarmState, current: Round, progress: SliceProgress, *, is_late: bool
-) -> bool:
-    """Whether those that hold the slice's result decide for all: coordinator.swarm.weighing.
-
-    Two at least, where two are here: a node may die at any time, and with it all that it alone holds.
-    """
-    if progress.digest is None:
-        return False
-    among = deciders(state, current, is_late=is_late)
-    holding = _holding(current, progress, among)
-    if len(holding) < min(2, len(awaited_participants(state, current))):
-        return False
-    return is_enough(say_in(state, current, among), holding, among)
-
-
-def _holding(current: Round, progress: SliceProgress, among: tuple[NodeId, ...]) -> list[NodeId]:
-    """Asked with every report, of a thousand nodes: so it goes by what was told, and not by nodes."""
-    index, digest, asked = progress.slice.index, progress.digest, as_set(among)
-    told = current.held.items()
-    return [n for n, results in told if results.get(index) == digest and n in asked]
-
-
-def held_in_words(state: SwarmState, current: Round, progress: SliceProgress) -> str:
-    """How many of those who decide hold the slice's result, and how much they weigh."""
-    among = deciders(state, current, is_late=False)
-    holding = _holding(current, progress, among)
-    say = say_in(state, current, among)
-    share = weight_of(say, holding) / max(1, weight_of(say, among))
-    return f"{len(holding)} of {len(among)} nodes with {100 * share:.0f} % of the weight"
 
 
 def is_base_held(state: SwarmState) -> bool:
@@ -549,15 +466,6 @@ def _closing_reason(commit: Commit, *, is_late: bool) -> str:
     return f"{num_slices - len(void)} of {num_slices} slices are committed{when}; {reasons}"
 
 
-def in_exchange(state: SwarmState, number: int, node_id: NodeId) -> Round | None:
-    """The round in flight, if a report of this node about round `number` can still matter to it."""
-    current = state.uncommitted_round
-    if current is None or current.number != number:
-        return None
-    is_participant = node_id in participants_of(current)
-    return current if is_participant and is_present(state, node_id) else None
-
-
 def _is_possible(told: Trained | Contributor, asked: Assignment | None, context: int) -> bool:
     """Whether a participant can have used up so many samples, and found so many tokens in them."""
     return (
@@ -577,3 +485,73 @@ def _without_tokens(current: Round) -> tuple[Contributor, ...]:
         for node_id, trained in sorted(current.trained.items())
         if trained.tokens == 0 and trained.samples > 0
     )
+
+
+# What reducers keep: the error that one adds must be what a committed result of its own has left.
+
+UNKNOWN_ROUNDS = 64
+"""For so many rounds after history was taken back or learnt, reducers may keep what is not known here."""
+
+
+def refuse_untraced(turn: Turn, index: int) -> None:
+    """Refuses a result that was just reported if it has in it what no committed result has left."""
+    state, current = turn.state, turn.current
+    progress = current.slices[index]
+    if progress.reduced is None or not (why := _untraced(state, current, progress)):
+        return
+    turn.put_slice(current, replace(progress, refused=why))
+    strike(turn, progress.slice.reducer_id)
+
+
+def errors_after(state: SwarmState, current: Round, commit: Commit) -> tuple[KeptError, ...]:
+    """What reducers keep once a commit is settled: of each slice that it took, what its result left."""
+    errors = list(state.errors)
+    for progress, outcome in zip(current.slices, commit.slices, strict=True):
+        if outcome.digest is None or progress.reduced is None:
+            continue
+        part = progress.slice
+        first, past = part.start, part.start + part.num_elements
+        errors = [
+            e
+            for e in errors
+            if (e.reducer_id, e.fragment) != (part.reducer_id, current.fragment)
+            or e.start >= past
+            or e.start + e.num_elements <= first
+        ]
+        if progress.reduced.error_after:
+            kept = KeptError(
+                reducer_id=part.reducer_id,
+                fragment=current.fragment,
+                start=part.start,
+                num_elements=part.num_elements,
+                digest=progress.reduced.error_after,
+            )
+            errors.append(kept)
+    return tuple(errors)
+
+
+def forget_errors(state: SwarmState) -> SwarmState:
+    """The state after history was taken back, or learnt from a node: who keeps what shows again."""
+    return replace(
+        state,
+        errors=(),
+        errors_unknown_until=state.committed_round + UNKNOWN_ROUNDS,
+        errors_incarnation=state.incarnation,
+    )
+
+
+def _untraced(state: SwarmState, current: Round, progress: SliceProgress) -> str:
+    """Why the error that a reducer adds is none that a committed result has left; empty when it is one."""
+    told = progress.reduced
+    assert told is not None
+    if not told.error_before or state.errors_incarnation != state.incarnation:
+        return ""  # after history was taken back, what is known here is of undone rounds
+    part = progress.slice
+    place = part.reducer_id, current.fragment, part.start, part.num_elements
+    for error in state.errors:
+        if (error.reducer_id, error.fragment, error.start, error.num_elements) == place:
+            return "" if error.digest == told.error_before else _UNTRACED
+    return "" if current.number <= state.errors_unknown_until else _UNTRACED
+
+
+_UNTRACED = "its reducer adds an error that no committed result of its own has left"

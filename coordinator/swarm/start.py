@@ -18,8 +18,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from coordinator.swarm.audit import pending_audits
-from coordinator.swarm.committed import book_learned, judge_all, unbook
-from coordinator.swarm.conviction import forget_errors
+from coordinator.swarm.committed import book_learned, holds_undone, judge_all, norms_after, unbook
 from coordinator.swarm.deadlines import next_apply_seconds
 from coordinator.swarm.evaluation import (
     ask_somebody,
@@ -27,12 +26,11 @@ from coordinator.swarm.evaluation import (
     may_be_evaluated,
     without_evaluations_since,
 )
-from coordinator.swarm.events import BaseLearned, CommitLearned, Tell
+from coordinator.swarm.events import BaseLearned, CommitLearned, Tell, Turn
 from coordinator.swarm.ledger import end_ahead, settle
 from coordinator.swarm.members import BARRED, PRESENT, Member, MemberState
 from coordinator.swarm.membership import HEARTBEATS_PER_LEASE, give_up
-from coordinator.swarm.rounds import end_round, plan_of
-from coordinator.swarm.slices import norms_after
+from coordinator.swarm.rounds import end_round, forget_errors, plan_of
 from coordinator.swarm.state import (
     KEPT_LEFT,
     Awaited,
@@ -42,15 +40,11 @@ from coordinator.swarm.state import (
     RoundPhase,
     SliceProgress,
     SwarmState,
-    trimmed,
-)
-from coordinator.swarm.turn import (
-    Turn,
-    holds_undone,
     name_of,
     present_members,
     present_participants,
     training_among,
+    trimmed,
 )
 from protocol.trust.rulings import undoes
 from protocol.wire.messages import RoundCommitted, RunFinished

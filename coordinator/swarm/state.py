@@ -1,23 +1,35 @@
-"""What the coordinator knows of the run and its rounds, as immutable values. Members are beside this.
+"""What the coordinator knows of the run and its rounds, as immutable values, and who takes part in them.
 
 Times are seconds of the coordinator's own clock, which stands still while it is down. What the run
 waits for is not stored: coordinator.swarm.explain says it for any instant.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import wraps
+from operator import is_
 from statistics import median_high
+from typing import TypeVar, TypeVarTuple
 
 from coordinator.swarm.ledger import Ledger
-from coordinator.swarm.members import Member, Members
-from coordinator.swarm.slices import SeenNorms
+from coordinator.swarm.members import (
+    PRESENT,
+    Audit,
+    Conviction,
+    KeptError,
+    Member,
+    Members,
+    MemberState,
+    Refusal,
+    SpotCheck,
+)
 from protocol.run.schedule import ALWAYS_ALIKE, Schedule, StepsTaken
 from protocol.trust.rulings import Ruling
-from protocol.wire.findings import Audited, ResultRefused
 from protocol.wire.messages import Reduced, Trained
 from protocol.wire.payload import WireTotals
 from protocol.wire.rounds import (
+    Assignment,
     Commit,
     Digest,
     LayoutSummary,
@@ -27,20 +39,6 @@ from protocol.wire.rounds import (
     Result,
     Slice,
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SpotCheck:
-    """A check that goes on."""
-
-    round: int
-    contributor_id: NodeId
-    checker_id: NodeId
-    num_samples: int  # of the lease
-    seed: int
-    seconds: float  # that the checker may take
-    is_planned_for: bool = False  # a plan asks the checker to train less for it
-    part: float = 1.0  # of the committed elements that the contribution is in
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,66 +55,6 @@ class RoundPhase(StrEnum):
     TRAINING = "training"
     EXCHANGING = "exchanging"  # at least one participant has finished training
     APPLYING = "applying"  # committed; participants apply
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
-    """What one auditor has found: the result's own digest, another one, or nothing for want of inputs."""
-
-    node_id: NodeId
-    found: bytes
-    why: str = ""
-    signed: Audited | None = None  # as its auditor has signed it
-
-
-class Verdict(StrEnum):
-    """What came of an audit: coordinator.swarm.audit has the rules."""
-
-    AGREED = "agreed"
-    UNANSWERED = "unanswered"  # no auditor answered in time: it counts as not audited
-    DISPUTED = "disputed"  # neither side has the weight to decide: the result stays
-    UNPROVEN = "unproven"  # nobody can make the result again, or most cannot: it is undone
-    CONVICTED = "convicted"  # most of the weight makes another one of it: it is undone
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Audit:
-    """The audit of one slice of a committed round."""
-
-    round: int
-    slice: Slice  # with who has reduced it
-    attempt: int  # takeovers of it
-    reduced: Reduced  # the report as it was made
-    participants: tuple[NodeId, ...]  # of the round
-    process_id: int  # of the reducer: another one has not kept what it made the result of
-    seconds: float  # that each stage may take
-    auditor_ids: tuple[NodeId, ...]  # who was asked, in order
-    until: float
-    findings: tuple[Finding, ...] = ()
-    accused: tuple[NodeId, ...] = ()  # whose contributions do not decode, as the reducer has signed
-    leads_elsewhere: bool = False  # as its contributors find
-    is_contested: bool = False  # others were asked than the first auditor
-    verdict: Verdict | None = None
-    why: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KeptError:
-    """What the encoding of a committed result has left to its reducer, by its digest."""
-
-    reducer_id: NodeId
-    fragment: int
-    start: int
-    num_elements: int
-    digest: bytes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Refusal:
-    """A participant has signed that a result does not decode."""
-
-    node_id: NodeId
-    refused: ResultRefused  # as it has signed it, with the result's header
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -295,16 +233,6 @@ class Unfollowed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Conviction:
-    """A member's result is proven false, or what it signed: it is to be quarantined."""
-
-    node_id: NodeId
-    node_name: str
-    reason: str
-    evidence: tuple[str, ...] = ()  # as in its ruling: protocol.trust.evidence
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Awaited:
     """Whom a coordinator that has just started waits for: see coordinator.swarm.start."""
 
@@ -389,6 +317,25 @@ class Rules:
         )
         num_rounds = min(plan.round, max(1, len(self.layout.fragment_elements)))
         return self.schedule.stride(taken, num_rounds=num_rounds)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeenNorm:
+    """What was applied to a stretch of a fragment."""
+
+    start: int
+    num_elements: int
+    norm: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeenNorms:
+    """What one commit applied."""
+
+    round: int
+    fragment: int
+    slices: tuple[SeenNorm, ...]
+    stride: float  # of the inner steps that led to it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -482,3 +429,157 @@ def trimmed(closed: Sequence[ClosedRound]) -> tuple[ClosedRound, ...]:
 def last_sure_round(state: SwarmState) -> int:
     """The last round that cannot have been taken back since a copy of this state was made."""
     return state.recent[0].commit.round - 1 if state.recent else state.committed_round
+
+
+T = TypeVar("T")
+Values = TypeVarTuple("Values")
+
+REMEMBERED = 4
+
+
+def remembered(work: Callable[[*Values], T]) -> Callable[[*Values], T]:
+    """The function, which knows its latest results for the very same values, as they are never changed.
+
+    Many decisions in a row ask for the same: a report changes neither sessions nor assignments. To compare a
+    thousand ids would take as long as to look at them.
+    """
+    known: tuple[tuple[tuple[object, ...], T], ...] = ()
+
+    @wraps(work)
+    def found(*values: *Values) -> T:
+        nonlocal known
+        for had, result in known:
+            if all(map(is_, had, values)):
+                return result
+        result = work(*values)
+        known = ((values, result), *known[: REMEMBERED - 1])
+        return result
+
+    return found
+
+
+@remembered
+def as_set(node_ids: tuple[NodeId, ...]) -> frozenset[NodeId]:
+    """The same ids, to be looked up in."""
+    return frozenset(node_ids)
+
+
+# Who is here, and who takes part
+
+
+@remembered
+def _by_node(assignments: tuple[Assignment, ...]) -> Mapping[NodeId, Assignment]:
+    return {a.node_id: a for a in assignments}
+
+
+@remembered
+def _present_among(
+    assignments: tuple[Assignment, ...], present_ids: tuple[NodeId, ...]
+) -> tuple[NodeId, ...]:
+    present = frozenset(present_ids)
+    return tuple(sorted(a.node_id for a in assignments if a.node_id in present))
+
+
+@remembered
+def _awaited_among(
+    assignments: tuple[Assignment, ...],
+    present_ids: tuple[NodeId, ...],
+    on_trial: tuple[NodeId, ...],
+) -> tuple[NodeId, ...]:
+    left_out = frozenset(on_trial)
+    awaited = tuple(n for n in _present_among(assignments, present_ids) if n not in left_out)
+    asked = _by_node(assignments)
+    return awaited if any(asked[node_id].trains for node_id in awaited) else ()
+
+
+def members_of(state: SwarmState) -> Members:
+    """The members, with what is known of all of them."""
+    assert isinstance(state.members, Members)  # any mapping may be given, and this is made of it
+    return state.members
+
+
+def present_members(state: SwarmState) -> list[Member]:
+    """Members with a live session, in the order of their ids."""
+    members = members_of(state)
+    return [members[node_id] for node_id in members.present_ids]
+
+
+def ready_members(state: SwarmState) -> list[Member]:
+    """Members that hold the committed state, in the order of their ids."""
+    members = members_of(state)
+    return [member for n in members.ids if (member := members[n]).state is MemberState.READY]
+
+
+def available_members(state: SwarmState) -> list[Member]:
+    """Ready members that stay: who may be asked for anything new, in the order of their ids."""
+    return [member for member in ready_members(state) if not member.is_draining]
+
+
+def training_among(current: Round, node_ids: Iterable[NodeId]) -> tuple[NodeId, ...]:
+    """Those of a round's participants that train, in the order given: all but helpers."""
+    asked = assignments_of(current)
+    return tuple(node_id for node_id in node_ids if asked[node_id].trains)
+
+
+def is_present(state: SwarmState, node_id: NodeId) -> bool:
+    """Whether the node is a member with a live session."""
+    member = state.members.get(node_id)
+    return member is not None and member.state in PRESENT
+
+
+def others_in(current: Round, node_ids: Iterable[NodeId]) -> tuple[NodeId, ...]:
+    """Who takes part in the round beside these, in the order of the plan."""
+    left_out = frozenset(node_ids)
+    return tuple(a.node_id for a in current.assignments if a.node_id not in left_out)
+
+
+def present_participants(state: SwarmState, current: Round) -> tuple[NodeId, ...]:
+    """The round's participants that have a live session, in the order of their ids."""
+    return _present_among(current.assignments, members_of(state).present_ids)
+
+
+def awaited_participants(state: SwarmState, current: Round) -> tuple[NodeId, ...]:
+    """The present participants that the round waits for: all but those on trial.
+
+    All of them where nobody else trains: helpers alone have nothing to reduce.
+    """
+    present_ids = members_of(state).present_ids
+    awaited = _awaited_among(current.assignments, present_ids, current.on_trial)
+    return awaited or present_participants(state, current)
+
+
+def assignments_of(current: Round) -> Mapping[NodeId, Assignment]:
+    """What the round asks of each participant."""
+    return _by_node(current.assignments)
+
+
+def name_of(state: SwarmState, node_id: NodeId) -> str:
+    """What people call the node."""
+    member = state.members.get(node_id)
+    return member.node_name if member else node_id
+
+
+def names_of(state: SwarmState, node_ids: Iterable[NodeId]) -> str:
+    """What people call several nodes, in their order."""
+    return ", ".join(name_of(state, node_id) for node_id in node_ids)
+
+
+def is_held_by(node_id: NodeId, current: Round, progress: SliceProgress) -> bool:
+    """Whether the node says that it holds the result which the slice's reducer reported."""
+    results = current.held.get(node_id, {})
+    return progress.digest is not None and results.get(progress.slice.index) == progress.digest
+
+
+def in_exchange(state: SwarmState, number: int, node_id: NodeId) -> Round | None:
+    """The round in flight, if a report of this node about round `number` can still matter to it."""
+    current = state.uncommitted_round
+    if current is None or current.number != number:
+        return None
+    is_participant = node_id in assignments_of(current)
+    return current if is_participant and is_present(state, node_id) else None
+
+
+def next_round(state: SwarmState) -> int:
+    """The first round that has no plan yet."""
+    current = state.open_round
+    return 1 + (state.committed_round if current is None else current.number)

@@ -1,4 +1,4 @@
-"""What becomes of a slice whose reducer is gone, or has made a result that does not decode. Pure.
+"""What becomes of slices whose reducers are gone, or hand out nothing of use, and which of these rest. Pure.
 
 A result that was made is passed on by who holds it. Otherwise a backup reduces the slice, while the
 others still hold their contributions. A reducer that has not reported a while after it should have
@@ -18,43 +18,44 @@ They are others' for this round, by what is known of them:
 - No result is made. Its reducer may wait for somebody's slow link, so it does not rest. When that happens
   again soon its slices are others' almost at once: else one that makes none lengthened each round.
 
-Reducers give up contributions sooner than that (node.exchange.round.waiting).
+Reducers give up contributions sooner than that (node.exchange.round.transition).
 """
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 
-from coordinator.swarm.conviction import convict, is_void_again, may_reduce, note_unmade, rest
-from coordinator.swarm.events import RefusalSeen, Tell
-from coordinator.swarm.members import PRESENT, Member, MemberState
+from coordinator.swarm.audit import convict
+from coordinator.swarm.events import RefusalSeen, Tell, Turn
+from coordinator.swarm.members import PRESENT, Member, MemberState, Refusal
 from coordinator.swarm.reach import best_reducers, cut_off_from, newcomers
-from coordinator.swarm.rounds import (
-    deciders,
-    holders_of,
-    in_exchange,
-    is_held_by_enough,
-    offer_of,
-    offer_to_deceived,
-    refusers_of,
-)
-from coordinator.swarm.standing import late_helper
-from coordinator.swarm.state import Refusal, Round, SliceProgress, SwarmState
-from coordinator.swarm.turn import (
-    Turn,
+from coordinator.swarm.standing import MOST_ROUNDS_OUT, late_helper, rounds_out
+from coordinator.swarm.state import (
+    Round,
+    SliceProgress,
+    SwarmState,
     as_set,
+    in_exchange,
     is_present,
     name_of,
+    next_round,
     others_in,
     present_participants,
     remembered,
 )
-from coordinator.swarm.weighing import is_enough, say_in
+from coordinator.swarm.weighing import (
+    deciders,
+    holders_of,
+    is_enough,
+    is_held_by_enough,
+    refusers_of,
+    say_in,
+)
 from protocol.trust.evidence import of_refusals
-from protocol.wire.messages import ResultsSilent, SliceTakenOver
-from protocol.wire.rounds import NodeId
+from protocol.wire.messages import ResultOffered, ResultsSilent, SliceTakenOver
+from protocol.wire.rounds import Commit, NodeId
 
 STUCK_TIMES, STUCK_LEAST_SECONDS, STUCK_AGAIN = 5.0, 30.0, 1.5
 """A round waits so many times as long as it took until most results had reached those who decide, or so much
@@ -67,7 +68,7 @@ made each has the part beyond 1 at least."""
 
 UNMADE_TIMES, UNMADE_LEAST_SECONDS = 1.45, 4.5
 """Likewise for results that are not made. A reducer that itself waits for somebody of whom nothing comes has
-made its own by then (node.exchange.round.waiting)."""
+made its own by then (node.exchange.round.transition)."""
 
 UNMADE_AGAIN_TIMES, UNMADE_AGAIN_LEAST_SECONDS, UNMADE_ROUNDS = 1.1, 1.0, 16
 """Likewise where others had to make a slice of the reducer in one of so many rounds before. And where most
@@ -395,6 +396,32 @@ def _offer(turn: Turn, progress: SliceProgress, holders: tuple[NodeId, ...]) -> 
     turn.act(Tell(message=offered, to=others_in(current, ())))
 
 
+def offer_to_deceived(turn: Turn, index: int, node_ids: Iterable[NodeId]) -> None:
+    """Who was given another result than the reducer has reported fetches the reported one.
+
+    It has both signatures then, and shows them.
+    """
+    current = turn.current
+    digest = current.slices[index].digest
+    refused = {r.node_id: r.refused.digest for r in current.slices[index].refusals}
+    others = {n: current.held.get(n, {}).get(index) or refused.get(n) for n in node_ids}
+    deceived = tuple(sorted(n for n, told in others.items() if told not in (None, digest)))
+    if digest is None or not deceived:
+        return
+    turn.act(Tell(message=offer_of(turn.state, current, current.slices[index]), to=deceived))
+
+
+def offer_of(state: SwarmState, current: Round, progress: SliceProgress) -> ResultOffered:
+    """What says from whom the result that the slice's reducer has reported can be fetched."""
+    assert progress.digest is not None
+    return ResultOffered(
+        round=current.number,
+        slice_index=progress.slice.index,
+        digest=progress.digest,
+        holder_ids=holders_of(state, current, progress),
+    )
+
+
 def _hand_over(turn: Turn, progress: SliceProgress, *, without: Collection[NodeId] = ()) -> None:
     """Half of what is left until the commit is for collecting, if the round's own time is over."""
     current = turn.current
@@ -483,3 +510,61 @@ def _backup(
     staying = (m for m in _staying(state, current) if m.node_id not in convicted)
     best = min(staying, key=preference, default=None)
     return None if best is None else best.node_id
+
+
+# Which reducers rest
+
+
+def rest_of_void(turn: Turn, closed: Round, commit: Commit) -> None:
+    """Keeps those from slices for a while whose results reached too few, while results of others did.
+
+    Its link may be slow, its bytes may not decode, or it keeps them to accomplices: members cannot tell these
+    apart, and the slice is lost each time. Where as many slices are void as not, the network is at fault.
+    """
+    void = [o for o in commit.slices if o.digest is None]
+    if 2 * len(void) >= len(commit.slices):
+        return
+    for node_id in sorted({closed.slices[o.index].slice.reducer_id for o in void}):
+        own = [p for p in closed.slices if p.slice.reducer_id == node_id]
+        is_reported = any(
+            p.digest is not None and not p.refused and commit.slices[p.slice.index].digest is None
+            for p in own
+        )
+        member = turn.state.members.get(node_id)
+        if member is None or not is_reported or not is_present(turn.state, node_id):
+            continue
+        rest(turn, node_id, closed.number)
+
+
+def rest(turn: Turn, node_id: NodeId, number: int) -> None:
+    """Keeps a member from slices for 1, 2, 4, … rounds, whose result of a round did not reach the others."""
+    member = turn.state.members.get(node_id)
+    if member is None or (member.audits.num_void and member.audits.void_round == number):
+        return
+    record = member.audits
+    num_void = record.num_void + 1 if is_void_again(member, number) else 1
+    back_at = next_round(turn.state) + rounds_out(num_void)
+    record = replace(
+        record,
+        num_void=num_void,
+        void_round=number,
+        back_at_round=max(record.back_at_round, back_at),
+    )
+    turn.put_member(replace(member, audits=record))
+
+
+def note_unmade(turn: Turn, node_id: NodeId, number: int) -> None:
+    """Remembers that others had to make a slice which this reducer had not made when they had all."""
+    if (member := turn.state.members.get(node_id)) is not None:
+        turn.put_member(replace(member, audits=replace(member.audits, unmade_round=number)))
+
+
+def is_void_again(member: Member, number: int) -> bool:
+    """Whether a result of the member reached too few in a round not long before this one."""
+    record = member.audits
+    return record.num_void > 0 and 0 < number - record.void_round <= 2 * MOST_ROUNDS_OUT
+
+
+def may_reduce(member: Member, number: int) -> bool:
+    """Whether a plan of this round may have the member reduce."""
+    return member.audits.back_at_round <= number

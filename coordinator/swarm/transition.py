@@ -5,9 +5,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from coordinator.swarm.audit import audited, decide_audits, next_audit_end
+from coordinator.swarm.audit import (
+    audited,
+    decide_audits,
+    left_out,
+    next_audit_end,
+    sound_convictions,
+)
 from coordinator.swarm.committed import agree_on_initial_state, history_told
-from coordinator.swarm.conviction import decide_alarm, left_out, sound_convictions
 from coordinator.swarm.evaluation import (
     ask_if_due,
     evaluated,
@@ -34,6 +39,7 @@ from coordinator.swarm.events import (
     Started,
     StreamBroken,
     Ticked,
+    Turn,
     Woke,
 )
 from coordinator.swarm.explain import explain
@@ -50,7 +56,13 @@ from coordinator.swarm.membership import (
     stream_broken,
 )
 from coordinator.swarm.opening import open_round
-from coordinator.swarm.retraction import supply_anew, takes_back_at, watch_going_back, withdraws_at
+from coordinator.swarm.retraction import (
+    decide_alarm,
+    supply_anew,
+    takes_back_at,
+    watch_going_back,
+    withdraws_at,
+)
 from coordinator.swarm.rounds import (
     close_round,
     results_held,
@@ -72,7 +84,7 @@ from coordinator.swarm.start import (
     wait_longer,
     waits_until,
 )
-from coordinator.swarm.state import RoundPhase, Rules, SwarmState
+from coordinator.swarm.state import RoundPhase, Rules, SwarmState, members_of
 from coordinator.swarm.steering import learn_rulings, rule
 from coordinator.swarm.takeover import (
     next_overdue,
@@ -81,7 +93,6 @@ from coordinator.swarm.takeover import (
     results_silent,
     take_over,
 )
-from coordinator.swarm.turn import Turn, members_of
 from protocol.wire.findings import Audited, SpotChecked
 from protocol.wire.messages import (
     Applied,

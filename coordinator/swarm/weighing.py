@@ -1,4 +1,4 @@
-"""Who decides, by confirmed work, and whose work others can check. Pure.
+"""Who decides, by confirmed work: what each weighs, who holds enough, and whose work others can check. Pure.
 
 Identities are free and work is not. Confirmed work is tokens of a member's contributions that commits took,
 in each slice by its part of the fragment: a reducer that names somebody who sent nothing, or leaves somebody
@@ -32,11 +32,22 @@ than that, once they are no more by invites: see `unchecked_of`. The run owner's
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from enum import StrEnum
+from itertools import accumulate, pairwise
 from typing import TypeVar
 
 from coordinator.swarm.members import PRESENT, Member, Work
-from coordinator.swarm.state import Round, Say, SwarmState
-from coordinator.swarm.turn import present_members, remembered
+from coordinator.swarm.state import (
+    Round,
+    Say,
+    SliceProgress,
+    SwarmState,
+    as_set,
+    awaited_participants,
+    is_held_by,
+    present_members,
+    present_participants,
+    remembered,
+)
 from protocol.wire.rounds import OWN_LOOP, Commit, CorpusSummary, Digest, NodeId
 from protocol.wire.rounds import WHOLE as WHOLE_FACTOR
 
@@ -235,12 +246,95 @@ def say_in(state: SwarmState, current: Round, among: Collection[NodeId]) -> Say:
     return say_of((state.members[n] for n in among), current.number - 1, unchecked(state))
 
 
+VOTES_WITHOUT_WORK = 0.75
+"""All votes while nobody has confirmed work, of the whole: half of the whole is two thirds of them."""
+
+
+def votes_of(say: Say | None, participants: Sequence[NodeId]) -> tuple[int, ...]:
+    """What each participant's word counts about contributions, by what it weighed when the round opened.
+
+    In 65,536ths: more than half of these is what decides (`is_enough`).
+    """
+    weights = [0 if say is None else say.weights.get(node_id, 0) for node_id in participants]
+    if say is None or not any(weights):
+        return ()
+    votes = WHOLE_FACTOR if say.is_confirmed else int(VOTES_WITHOUT_WORK * WHOLE_FACTOR)
+    ends = [votes * so_far // sum(weights) for so_far in accumulate(weights, initial=0)]
+    return tuple(end - first for first, end in pairwise(ends))
+
+
 def heaviest(say: Say, reports: Mapping[NodeId, Told]) -> Told:
     """What members of most weight tell; of equals, the smallest node id's. `reports` is not empty."""
     votes: dict[Told, list[NodeId]] = {}
     for node_id in sorted(reports):
         votes.setdefault(reports[node_id], []).append(node_id)
     return min(votes, key=lambda told: (-weight_of(say, votes[told]), votes[told][0]))
+
+
+# Holding
+
+
+def holders_of(state: SwarmState, current: Round, progress: SliceProgress) -> tuple[NodeId, ...]:
+    """The present participants that hold the result which the slice's reducer reported."""
+    participants = present_participants(state, current)
+    return tuple(n for n in participants if is_held_by(n, current, progress))
+
+
+def refusers_of(current: Round, progress: SliceProgress) -> list[NodeId]:
+    """Who has signed that the result which the reducer reported does not decode, and does not hold it."""
+    return [
+        refusal.node_id
+        for refusal in progress.refusals
+        if refusal.refused.digest == progress.digest
+        and not is_held_by(refusal.node_id, current, progress)
+    ]
+
+
+def deciders(state: SwarmState, current: Round, *, is_late: bool) -> tuple[NodeId, ...]:
+    """Those among whom it is decided that a slice is held by enough: who is here and waited for.
+
+    At the deadline only who was heard of in this round: others may be dead, and their leases not over.
+    """
+    awaited = awaited_participants(state, current)
+    if not is_late:
+        return awaited
+    heard = tuple(n for n in awaited if n in current.trained or n in current.held)
+    return heard or awaited
+
+
+def is_held_by_enough(
+    state: SwarmState, current: Round, progress: SliceProgress, *, is_late: bool
+) -> bool:
+    """Whether those that hold the slice's result decide for all.
+
+    Two at least, where two are here: a node may die at any time, and with it all that it alone holds.
+    """
+    if progress.digest is None:
+        return False
+    among = deciders(state, current, is_late=is_late)
+    holding = _holding(current, progress, among)
+    if len(holding) < min(2, len(awaited_participants(state, current))):
+        return False
+    return is_enough(say_in(state, current, among), holding, among)
+
+
+def _holding(current: Round, progress: SliceProgress, among: tuple[NodeId, ...]) -> list[NodeId]:
+    """Asked with every report, of a thousand nodes: so it goes by what was told, and not by nodes."""
+    index, digest, asked = progress.slice.index, progress.digest, as_set(among)
+    told = current.held.items()
+    return [n for n, results in told if results.get(index) == digest and n in asked]
+
+
+def held_in_words(state: SwarmState, current: Round, progress: SliceProgress) -> str:
+    """How many of those who decide hold the slice's result, and how much they weigh."""
+    among = deciders(state, current, is_late=False)
+    holding = _holding(current, progress, among)
+    say = say_in(state, current, among)
+    share = weight_of(say, holding) / max(1, weight_of(say, among))
+    return f"{len(holding)} of {len(among)} nodes with {100 * share:.0f} % of the weight"
+
+
+# Checking
 
 
 def common_corpus(state: SwarmState) -> CorpusSummary | None:
@@ -255,8 +349,6 @@ def common_corpus(state: SwarmState) -> CorpusSummary | None:
     say = say_of(known, state.committed_round, unchecked(state))
     return heaviest(say, {m.node_id: m.corpus for m in known})
 
-
-# Checking
 
 NO_DATA = CorpusSummary(digest=Digest(b""), num_samples=0, num_bytes=0)
 

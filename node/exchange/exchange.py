@@ -28,7 +28,7 @@ from node.exchange.peers import (
 )
 from node.exchange.round.admission import refusal
 from node.exchange.round.state import Rules
-from node.exchange.round.waiting import waiting_for
+from node.exchange.round.transition import waiting_for
 from node.exchange.runner import RoundRunner
 from node.exchange.state.catch_up import CatchUp, CoordinatorCalls
 from node.exchange.state.sources import StateHere

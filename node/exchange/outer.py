@@ -27,8 +27,7 @@ from node.exchange.outer_optimizer import (
 )
 from node.exchange.owing import Owing
 from node.exchange.reduction import Merging, Reduction, Sender, SliceResult, digest_of_error
-from node.exchange.round.state import Awaited
-from node.exchange.round.waiting import Missed, less_awaited, with_commit
+from node.exchange.round.state import Awaited, Missed, less_awaited, with_commit
 from node.exchange.screening import missed_in_a_row
 from node.outer_state import OuterDigest, Vector
 from protocol.run.models import Layout

@@ -385,7 +385,7 @@ def turns_of(plan: Plan, rules: Rules, transport: Transport) -> Turns | None:
 
     None where it reduces, has one peer to send to, or where few bodies would leave its link idle between
     them, and while nobody knows what its link carries. Nor where a reducer would get nothing for so long,
-    while others have their turn, that it stops waiting (node.exchange.round.waiting).
+    while others have their turn, that it stops waiting (node.exchange.round.transition).
     """
     reducers = {part.reducer_id for part in plan.slices}
     rate = transport.seen().link_rates.up_bytes_per_second

@@ -34,8 +34,7 @@ from protocol.trust.rulings import (
 from protocol.v1 import session_pb2
 from protocol.v1.session_pb2_grpc import SessionServiceStub
 from protocol.wire import convert
-from protocol.wire.channel import open_channel, retried
-from protocol.wire.message_sizes import USUAL_REPORTS_BYTES, in_messages
+from protocol.wire.channel import USUAL_REPORTS_BYTES, in_messages, open_channel, retried
 from protocol.wire.messages import (
     Message,
     PassedOver,

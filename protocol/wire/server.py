@@ -21,8 +21,7 @@ from google.protobuf.message import DecodeError
 from protocol.errors import AtollError, BadDataError, NotPermittedError, SystemRefusedError
 from protocol.trust.invite import endpoint_of
 from protocol.trust.pki import Principal, principal_of
-from protocol.wire.channel import MAX_MESSAGE_BYTES
-from protocol.wire.message_sizes import most_bytes_of
+from protocol.wire.channel import MAX_MESSAGE_BYTES, most_bytes_of
 from protocol.wire.status_codes import CROWDED, abort
 
 Options = tuple[tuple[str, int], ...]
@@ -112,7 +111,7 @@ class WholeMessages(grpc.aio.ServerInterceptor):
     gRPC reads a call's message before anybody here hears of the call, up to 4 MiB of each, for as long as
     the caller likes. So each call is answered as one that streams its message: on the wire that is the same,
     and nothing is read before it is asked for. Whole ones are taken apart at BYTES_A_SECOND, if they are no
-    longer than protocol.wire.message_sizes says of their call. Not for
+    longer than protocol.wire.channel says of their call. Not for
     strangers, who share an address with who joins: of their messages JOINING_BYTES come.
     """
 

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.swarm.members import MemberState
-from coordinator.swarm.state import Verdict
+from coordinator.swarm.members import MemberState, Verdict
 from lab.misreading import Misreading
 from lab.simulation.coordinator import Outage
 from lab.simulation.memory_transport import MemoryNetwork

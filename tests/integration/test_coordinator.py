@@ -13,7 +13,7 @@ import pytest
 
 from coordinator.config import RUN_TEMPLATE, Home, run_text
 from coordinator.swarm.members import MemberState
-from coordinator.swarm.turn import is_present
+from coordinator.swarm.state import is_present
 from node.link.calls import CoordinatorLink
 from protocol.errors import (
     AtollError,

@@ -19,7 +19,7 @@ from node.exchange.codecs.codec import CodecError
 from node.exchange.giving import Push, Pushes
 from node.exchange.outer import Outer
 from node.exchange.reduction import Reduction, SliceResult
-from node.exchange.round.waiting import TIMES_OTHERS, TRAINED_LEAST_SECONDS, TRAINED_TIMES_OTHERS
+from node.exchange.round.transition import TIMES_OTHERS, TRAINED_LEAST_SECONDS, TRAINED_TIMES_OTHERS
 from node.island.data.dataset import Corpus
 from protocol.trust.evidence import proven_by
 from protocol.trust.rulings import RulingKind

@@ -16,8 +16,7 @@ from coordinator.config import create_home
 from protocol.trust.credentials import Credentials
 from protocol.trust.pki import joining_name_in, server_name
 from protocol.v1 import session_pb2
-from protocol.wire.channel import MAX_MESSAGE_BYTES
-from protocol.wire.message_sizes import BYTES_OF_CALLS, OTHER_BYTES
+from protocol.wire.channel import BYTES_OF_CALLS, MAX_MESSAGE_BYTES, OTHER_BYTES
 from protocol.wire.server import (
     BEGINNING,
     BYTES_A_SECOND,

@@ -6,7 +6,7 @@ from dataclasses import replace
 from fractions import Fraction
 from itertools import combinations
 
-from coordinator.swarm.conviction import MOST_CONTRADICTED
+from coordinator.swarm.audit import MOST_CONTRADICTED
 from coordinator.swarm.ledger import Places, free_again
 from coordinator.swarm.members import PRESENT, Member, MemberState
 from coordinator.swarm.state import RoundPhase, SwarmState

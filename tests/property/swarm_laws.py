@@ -5,9 +5,8 @@ from typing import TYPE_CHECKING
 from coordinator.swarm.events import Event, HeartbeatSeen, Reported, StreamBroken, Ticked, Woke
 from coordinator.swarm.members import PRESENT, Member
 from coordinator.swarm.membership import HEARTBEATS_PER_LEASE
-from coordinator.swarm.state import SwarmState
+from coordinator.swarm.state import SwarmState, members_of
 from coordinator.swarm.transition import next_deadline, step
-from coordinator.swarm.turn import members_of
 from protocol.wire.messages import Draining
 
 if TYPE_CHECKING:

@@ -8,8 +8,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from coordinator.swarm.events import QuarantineAsked, Reported
-from coordinator.swarm.members import Member, Work
-from coordinator.swarm.state import Verdict
+from coordinator.swarm.members import Member, Verdict, Work
 from coordinator.swarm.weighing import say_of, weight_of
 from protocol.wire.findings import Audited
 from protocol.wire.messages import AuditAsked

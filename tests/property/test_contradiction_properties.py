@@ -7,8 +7,9 @@ from itertools import combinations
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from coordinator.swarm.conviction import spoken_against, votes_of
+from coordinator.swarm.standing import spoken_against
 from coordinator.swarm.state import Say
+from coordinator.swarm.weighing import votes_of
 from node.exchange.screening import (
     MOST_COMPARED_WITH,
     NOT_HERE,

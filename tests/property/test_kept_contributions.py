@@ -6,11 +6,11 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node.exchange.round.state import Awaited
-from node.exchange.round.waiting import (
+from node.exchange.round.state import (
     BRIEF_ROUNDS,
     KEPT_ROUNDS,
     MOST_IN_TIME,
+    Awaited,
     Missed,
     less_awaited,
     with_commit,

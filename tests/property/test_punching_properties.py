@@ -6,12 +6,11 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.swarm.events import HeartbeatSeen, Tell
+from coordinator.swarm.events import HeartbeatSeen, Tell, Turn
 from coordinator.swarm.members import PRESENT, MemberState
 from coordinator.swarm.membership import heartbeat
 from coordinator.swarm.reach import FIRST_WAIT_SECONDS
 from coordinator.swarm.transition import initial_state
-from coordinator.swarm.turn import Turn
 from protocol.wire.messages import PunchAsked
 from protocol.wire.rounds import Digest, NodeId
 from tests.property.effort import examples

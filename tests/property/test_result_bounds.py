@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.swarm.slices import (
+from coordinator.swarm.committed import (
     KEPT_COMMITS,
     MOST_TIMES_OTHERS,
     MOST_TIMES_USUAL,
-    SeenNorms,
     bounded,
     norms_after,
     norms_of,
 )
+from coordinator.swarm.state import SeenNorms
 from protocol.run.run_spec import InnerSection, RunSection, RunSpec
 from protocol.run.schedule import Position, Schedule, StepsTaken, share_of_peak
 from protocol.wire.rounds import BLOCK, WHOLE, Commit, Digest, NodeId, SliceOutcome

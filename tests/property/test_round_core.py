@@ -35,8 +35,14 @@ from node.exchange.round.state import (
     TimePassed,
     opened,
 )
-from node.exchange.round.transition import is_complete, is_wanted, step
-from node.exchange.round.waiting import collecting, late_for, waiting_for
+from node.exchange.round.transition import (
+    collecting,
+    is_complete,
+    is_wanted,
+    late_for,
+    step,
+    waiting_for,
+)
 from protocol.wire.findings import ResultRefused
 from protocol.wire.messages import (
     Held,

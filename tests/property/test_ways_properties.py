@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.swarm.members import Member, MemberState
+from coordinator.swarm.membership import SLOWEST
 from coordinator.swarm.reach import MOST_CARRIERS, ways_between
-from coordinator.swarm.slices import SLOWEST
 from protocol.wire.rounds import CorpusSummary, Digest, NodeId, PeerAddress, Way, cut_into_slices
 
 IDS = tuple(NodeId(name) for name in "abcdefg")

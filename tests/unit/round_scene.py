@@ -19,8 +19,7 @@ from node.exchange.round.state import (
     TimePassed,
     opened,
 )
-from node.exchange.round.transition import step
-from node.exchange.round.waiting import collects_until
+from node.exchange.round.transition import collects_until, step
 from protocol.wire.messages import Reduced, SliceTakenOver
 from protocol.wire.payload import Payload
 from protocol.wire.rounds import BLOCK, NodeId, Plan

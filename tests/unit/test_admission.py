@@ -20,8 +20,7 @@ from node.exchange.round.state import (
     TimePassed,
     opened,
 )
-from node.exchange.round.transition import step
-from node.exchange.round.waiting import FULL_LEAST_SECONDS, late_for, waiting_for
+from node.exchange.round.transition import FULL_LEAST_SECONDS, late_for, step, waiting_for
 from protocol.wire.messages import ParticipantsDeparted, SliceTakenOver
 from protocol.wire.payload import MANIFEST, Payload, PayloadHeader
 from protocol.wire.rounds import BLOCK, NodeId

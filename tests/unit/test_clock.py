@@ -4,8 +4,14 @@ import asyncio
 
 import pytest
 
-from coordinator.clock import LONGEST_GAP_SECONDS, TICK_SECONDS, LoopClock, seconds_since_boot
-from coordinator.driver import UNNOTICED_SECONDS, Driver
+from coordinator.driver import (
+    LONGEST_GAP_SECONDS,
+    TICK_SECONDS,
+    UNNOTICED_SECONDS,
+    Driver,
+    LoopClock,
+    seconds_since_boot,
+)
 from coordinator.store import Store
 from coordinator.swarm.events import HeartbeatSeen
 from coordinator.swarm.members import MemberState

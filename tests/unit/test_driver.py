@@ -5,8 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from coordinator.clock import LoopClock
-from coordinator.driver import Driver
+from coordinator.driver import Driver, LoopClock
 from coordinator.store import Store
 from coordinator.streams import MAX_UNREAD, Stream
 from coordinator.swarm.events import Attached, Detached, HeartbeatSeen, Reported

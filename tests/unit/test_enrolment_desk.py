@@ -7,9 +7,8 @@ from typing import Any, TypeVar
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from coordinator.clock import LoopClock
 from coordinator.config import rules_of
-from coordinator.driver import Driver
+from coordinator.driver import Driver, LoopClock
 from coordinator.invite_rows import Invite
 from coordinator.services.enrolment import (
     FAILURE_SECONDS,

@@ -9,7 +9,7 @@ import pytest
 
 from node.exchange import peers
 from node.exchange.peers import TransferRefusedError, Waits
-from node.exchange.round.waiting import GRACE_ROUND_TRIPS
+from node.exchange.round.transition import GRACE_ROUND_TRIPS
 from protocol.wire.messages import ParticipantsDeparted, ResultOffered
 from protocol.wire.payload import RESULT, Payload
 from protocol.wire.rounds import BLOCK, Commit, NodeId, Plan

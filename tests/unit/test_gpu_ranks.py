@@ -24,7 +24,7 @@ from node.island.ranks import accelerator, forkserver, rank
 from node.island.ranks.accelerator import Pair, bind_to_near_cores, cores_of, dtype_of
 from node.island.ranks.commands import MeetingPoint
 from node.island.ranks.faults import OutOfMemoryError, RankFailedError
-from node.island.training.pace import LOOK_SECONDS, steps_until_next_look
+from node.island.training.trainer import LOOK_SECONDS, steps_until_next_look
 from protocol.errors import ConfigError, ExitCode
 from protocol.run.models import TensorPlace
 from protocol.run.run_spec import RunSpec

@@ -17,8 +17,7 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 import coordinator.swarm
-from coordinator.clock import LoopClock
-from coordinator.driver import Driver
+from coordinator.driver import Driver, LoopClock
 from coordinator.journal import log_transition
 from coordinator.services import session
 from coordinator.services.session import MOST_OUT_OF_REACH, SentMessages, SessionDesk
@@ -34,9 +33,15 @@ from coordinator.swarm.ledger import Ledger, Places, lease, reopen, settle
 from coordinator.swarm.members import Member
 from coordinator.swarm.opening import MOST_REDUCERS
 from coordinator.swarm.reach import best_reducers
-from coordinator.swarm.state import HeldOut, Round, SliceProgress, SwarmState
+from coordinator.swarm.state import (
+    REMEMBERED,
+    HeldOut,
+    Round,
+    SliceProgress,
+    SwarmState,
+    remembered,
+)
 from coordinator.swarm.transition import next_deadline, step
-from coordinator.swarm.turn import REMEMBERED, remembered
 from coordinator.swarm.weighing import say_of
 from protocol.errors import BadDataError
 from protocol.run.run_spec import RunSpec

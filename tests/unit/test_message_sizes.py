@@ -9,9 +9,9 @@ from coordinator.services.session import MAX_STRANGERS
 from node.link.calls import CoordinatorLink
 from protocol.v1 import session_pb2
 from protocol.wire import convert
-from protocol.wire.channel import MAX_MESSAGE_BYTES
-from protocol.wire.message_sizes import (
+from protocol.wire.channel import (
     BYTES_OF_CALLS,
+    MAX_MESSAGE_BYTES,
     OTHER_BYTES,
     USUAL_REPORTS_BYTES,
     in_messages,

@@ -18,8 +18,7 @@ from node.exchange.round.state import (
     Tell,
     TimePassed,
 )
-from node.exchange.round.transition import step
-from node.exchange.round.waiting import collects_until
+from node.exchange.round.transition import collects_until, step
 from protocol.wire.messages import ResultsSilent, TrainingEnded
 from protocol.wire.rounds import WHOLE, NodeId, Way
 from tests.unit.exchange_scene import A, B, C, plan_for

@@ -6,7 +6,7 @@ import pytest
 
 from node.island.checkpoints.resuming import rewarming_steps
 from node.island.island import InnerWork
-from node.island.training.pace import Rewarming
+from node.island.training.trainer import Rewarming
 from protocol.errors import ConfigError
 from protocol.run.models import DecoderModel
 from protocol.run.run_files import validated

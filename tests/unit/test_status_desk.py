@@ -4,9 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from coordinator.clock import LoopClock
 from coordinator.config import rules_of
-from coordinator.driver import Driver
+from coordinator.driver import Driver, LoopClock
 from coordinator.services.outside import TOKEN_BYTES, Lookout
 from coordinator.services.session import SessionDesk
 from coordinator.services.status import StatusDesk

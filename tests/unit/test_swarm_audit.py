@@ -16,9 +16,8 @@ from coordinator.swarm.events import (
     Started,
     Ticked,
 )
-from coordinator.swarm.members import AuditRecord, MemberState, Work
-from coordinator.swarm.slices import SeenNorm, SeenNorms
-from coordinator.swarm.state import Audit, Verdict
+from coordinator.swarm.members import Audit, AuditRecord, MemberState, Verdict, Work
+from coordinator.swarm.state import SeenNorm, SeenNorms
 from coordinator.swarm.transition import initial_state
 from protocol.trust.rulings import RulingKind
 from protocol.trust.rulings import digest_of as digest_of_rulings

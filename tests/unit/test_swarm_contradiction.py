@@ -5,21 +5,20 @@ from dataclasses import replace
 
 import pytest
 
-from coordinator.clock import LoopClock
-from coordinator.driver import Driver
+from coordinator.driver import Driver, LoopClock
 from coordinator.journal import news_of
 from coordinator.services.status import StatusDesk
 from coordinator.store import Store
 from coordinator.streams import Telemetry
-from coordinator.swarm.conviction import (
+from coordinator.swarm.members import PRESENT, Against, Member, MemberState
+from coordinator.swarm.rounds import plan_of
+from coordinator.swarm.standing import (
     FEWEST_ROUNDS_OUT,
     IN_FAVOUR,
     MOST_AGAINST,
+    MOST_ROUNDS_OUT,
     without_rounds_undone,
 )
-from coordinator.swarm.members import PRESENT, Against, Member, MemberState
-from coordinator.swarm.rounds import plan_of
-from coordinator.swarm.standing import MOST_ROUNDS_OUT
 from coordinator.swarm.transition import Transition
 from protocol.run.run_spec import RunSpec
 from protocol.v1 import status_pb2

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
+from coordinator.swarm.committed import MOST_TIMES_USUAL
 from coordinator.swarm.events import Ticked
 from coordinator.swarm.ledger import lease_again
 from coordinator.swarm.rounds import plan_of
-from coordinator.swarm.slices import MOST_TIMES_USUAL
 from coordinator.swarm.weighing import say_of
 from protocol.run.run_spec import RunSection, RunSpec
 from protocol.run.schedule import Schedule

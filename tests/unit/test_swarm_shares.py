@@ -4,13 +4,8 @@ import math
 
 import pytest
 
-from coordinator.swarm.slices import (
-    MOST_OF_EQUAL,
-    STICKY,
-    reducer_shares,
-    shares_in_words,
-    steadied,
-)
+from coordinator.swarm.membership import STICKY, steadied
+from coordinator.swarm.opening import MOST_OF_EQUAL, reducer_shares, shares_in_words
 from protocol.wire.rounds import BLOCK, LayoutSummary, NodeId, cut_into_slices
 from protocol.wire.vitals import UNMEASURED, LinkRates
 from tests.unit.shares_scene import MB, all_may, both, seconds

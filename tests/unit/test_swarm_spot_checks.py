@@ -10,9 +10,8 @@ from coordinator.store import Store
 from coordinator.streams import what_holds_for
 from coordinator.swarm.deadlines import step_budgets
 from coordinator.swarm.events import QuarantineAsked, Reported, Ruled, Tell
-from coordinator.swarm.members import Work
+from coordinator.swarm.members import SpotCheck, Work
 from coordinator.swarm.spot_checks import EXPECTED_SHARE, most_score
-from coordinator.swarm.state import SpotCheck
 from coordinator.swarm.transition import initial_state
 from protocol.errors import BadDataError
 from protocol.trust.evidence import of_spot_checks, proven_by

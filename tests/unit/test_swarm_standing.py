@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 
-from coordinator.swarm.conviction import waiting_in_words
 from coordinator.swarm.explain import explain
 from coordinator.swarm.members import Standing, Work
 from coordinator.swarm.standing import (
@@ -13,6 +12,7 @@ from coordinator.swarm.standing import (
     HURRY_MARGIN,
     PATIENT_TRIALS,
     TRIAL_MARGIN,
+    waiting_in_words,
 )
 from coordinator.swarm.state import RoundPhase
 from protocol.wire.messages import ParticipantsIdle, RoundCommitted
