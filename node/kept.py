@@ -60,7 +60,12 @@ def keep_run(folder: Path, spec: RunSpec) -> None:
 def kept_run(folder: Path) -> RunSpec:
     """The run file that was kept, which must be there. Raises BadDataError where it is damaged."""
     with _telling_damage(folder / RUN_FILE, or_else=_OF_ANOTHER):
-        return run_from_json((folder / RUN_FILE).read_text(encoding="utf-8"))
+        kept = (folder / RUN_FILE).read_text(encoding="utf-8")
+        spec = run_from_json(kept)
+        # All keys stand there: of one that is missing the default would be read, which is another run.
+        if json.loads(kept) != json.loads(spec.canonical_json()):
+            raise ValueError("keys are missing")
+        return spec
 
 
 _OF_ANOTHER = f"copy {RUN_FILE} from another node's folder, where it is the same"

@@ -20,8 +20,9 @@ WATCHDOG_SECONDS = 120
 RESTART_SECONDS = 15
 
 NOT_AGAIN = (
-    *(ExitCode.USAGE, ExitCode.BAD_DATA, ExitCode.NO_INPUT, ExitCode.INCOMPLETE),
-    *(ExitCode.PROTOCOL, ExitCode.NO_PERMISSION, ExitCode.CONFIG, ExitCode.EXPELLED),
+    *(ExitCode.USAGE, ExitCode.BAD_DATA, ExitCode.NO_INPUT, ExitCode.CANNOT_CREATE),
+    *(ExitCode.INCOMPLETE, ExitCode.PROTOCOL, ExitCode.NO_PERMISSION, ExitCode.CONFIG),
+    ExitCode.EXPELLED,
 )
 """The exit codes that another start does not change: a person has to do something first."""
 

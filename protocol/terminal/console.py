@@ -342,12 +342,12 @@ def fitting(
     *,
     spare: Sequence[str],
     width: int | None,
+    gap: int = 2,
 ) -> tuple[list[str], list[list[str]], list[str]]:
     """What of a table fits a width: columns, rows, and the columns left out.
 
     `spare` names columns that can go, the first to go first. None for the width keeps all.
     """
-    gap = 2
     widest = {
         column: max(len(column), *(len(row[i]) for row in rows)) if rows else len(column)
         for i, column in enumerate(columns)
@@ -360,6 +360,12 @@ def fitting(
         left_out.append(column)
     places = [i for i, column in enumerate(columns) if column not in left_out]
     return [columns[i] for i in places], [[row[i] for i in places] for row in rows], left_out
+
+
+def left_out_in_words(columns: Sequence[str], left_out: Sequence[str]) -> str:
+    """What is said below a table that `fitting` has taken columns from."""
+    names = ", ".join(name for name in columns if name in left_out)
+    return f"left out: {names}; --json shows all"
 
 
 def print_json(value: Mapping[str, object] | Sequence[object]) -> None:
