@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from protocol.v1.operator_pb2_grpc import OperatorServiceStub
 
 _FOLDER = PathAtHome(file_okay=False, path_type=Path)
-_FILE = PathAtHome(exists=True, dir_okay=False, path_type=Path)
 _PORT = click.IntRange(0, 65535)
 
 _CONFIG_FILE = "coordinator.toml"

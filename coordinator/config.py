@@ -130,7 +130,7 @@ class CoordinatorConfig(Section):
     """coordinator.toml: where the coordinator listens, and the host that invites send nodes to.
 
     `dashboard` is where it serves pages, `backup` where copies of the run go; empty: nowhere.
-    `connections_per_address` bounds what strangers hold at each port (coordinator.connections).
+    `connections_per_address` bounds what strangers hold at each port (coordinator.ports).
     """
 
     host: Host = "0.0.0.0"

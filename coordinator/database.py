@@ -10,13 +10,11 @@ What the database does not hold yet is the difference of two states. Most steps 
 and rows are written for these alone.
 """
 
-import math
 import resource
 import sqlite3
 import struct
 import threading
 import zlib
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
@@ -24,7 +22,6 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, Self
 
-import structlog
 from blake3 import blake3
 from google.protobuf.message import DecodeError
 from pydantic import ValidationError
@@ -39,8 +36,6 @@ from protocol.terminal.console import bytes_in_words
 from protocol.trust.rulings import Ruling
 from protocol.wire.rounds import NodeId
 from protocol.wire.versions import DATABASE
-
-_log = structlog.get_logger()
 
 DATABASE_NAME = "atoll.db"
 
@@ -123,10 +118,6 @@ class Database:
         self._reader = reader or connection
         self._aside = aside or self._reader
         self._lock = lock
-        self._slow_told_at = -math.inf
-        self._slow_writes: deque[tuple[float, float]] = (
-            deque()
-        )  # when, and seconds: ever shorter ones
         self._transaction = threading.Lock()  # held from BEGIN to COMMIT or ROLLBACK
         with self._in_our_words():
             connection.execute("PRAGMA journal_mode = WAL")

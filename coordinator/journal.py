@@ -14,7 +14,7 @@ from coordinator.swarm.events import EndSession, Tell
 from coordinator.swarm.explain import alike_in_words, differing_in_words, unevaluated_in_words
 from coordinator.swarm.members import PRESENT, Member, MemberState, Verdict
 from coordinator.swarm.reach import helper_between, newly_cut_pairs
-from coordinator.swarm.start import missing
+from coordinator.swarm.start_and_end import missing
 from coordinator.swarm.state import RoundPhase, SwarmState, name_of, names_of
 from coordinator.swarm.transition import Transition
 from protocol.errors import AtollError

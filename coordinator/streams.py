@@ -14,7 +14,7 @@ from coordinator.swarm.members import Member, MemberState
 from coordinator.swarm.membership import roster_of
 from coordinator.swarm.rounds import plan_of
 from coordinator.swarm.spot_checks import orders_for
-from coordinator.swarm.start import finished_of, time_of_round
+from coordinator.swarm.start_and_end import finished_of, time_of_round
 from coordinator.swarm.state import Round, SwarmState, Writing, is_present
 from coordinator.swarm.takeover import offer_of, takeover_of
 from protocol.errors import AtollError, SessionEndedError

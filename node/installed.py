@@ -2,8 +2,9 @@
 
 import platform
 from collections.abc import Sequence
-from importlib import metadata
+from importlib import import_module, metadata
 from importlib.util import find_spec
+from typing import Any
 
 from protocol.errors import SystemRefusedError
 from protocol.run.run_spec import RunSpec
@@ -29,6 +30,26 @@ def require_installed(packages: Sequence[str] = NODE, *, to: str) -> None:
             if packages is HELPER
             else "pip install 'atoll[node]'",
         )
+
+
+_EXTRAS = {
+    "pyarrow": "parquet",
+    "tokenizers": "tokenizers",
+    "transformers": "transformers",
+    "fsspec": "remote",
+}
+
+
+def needs_package(name: str, *, what: str) -> Any:
+    """A module that only some data needs; SystemRefusedError says what to install where it is missing."""
+    package = name.partition(".")[0]
+    try:
+        return import_module(name)
+    except ImportError as error:
+        raise SystemRefusedError(
+            f"{what}, and the package {package} is not installed",
+            next_step=f"pip install 'atoll[{_EXTRAS[package]}]'",
+        ) from error
 
 
 def software_of(spec: RunSpec) -> str:

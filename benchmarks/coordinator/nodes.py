@@ -89,7 +89,6 @@ class SimulatedNode:
         self._round = outer_round  # that it has applied
         self._train_seconds = train_seconds
         self._heartbeat_seconds = 5.0
-        self._plan: round_pb2.Plan | None = None
         self.attached = asyncio.Event()
         self.is_finished = False
 

@@ -18,7 +18,6 @@ import structlog
 
 from node.disk.snapshots import Snapshot
 from node.exchange import fetching
-from node.exchange.giving import Donor
 from node.exchange.peers import (
     Admission,
     TransferRefusedError,
@@ -27,6 +26,7 @@ from node.exchange.peers import (
     WantChunk,
     WantManifest,
 )
+from node.exchange.state.chunks import Donor
 from node.exchange.state.download import Download
 from node.exchange.transport.libp2p import Libp2pTransport
 from node.heavy import in_thread

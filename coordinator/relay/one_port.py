@@ -3,7 +3,7 @@
 Who connects names by its first message whom it wants (SNI, RFC 6066): members the coordinator of the swarm,
 whoever joins another name of it. So nothing is decrypted here. What comes goes on to one of the coordinator's
 two ports on loopback. Until somebody has said whom it wants, its address has few connections, of which the
-oldest go. From then on coordinator.connections counts it, a member by its key: an office behind one address
+oldest go. From then on coordinator.ports counts it, a member by its key: an office behind one address
 is as many as it is.
 """
 
@@ -11,8 +11,6 @@ import asyncio
 import contextlib
 import struct
 from dataclasses import replace
-
-import structlog
 
 from coordinator.relay.doors import Doors, Limits, Place, Places, listening_socket
 from coordinator.relay.stream import CHUNK_BYTES, Connection, joined
@@ -29,8 +27,6 @@ MOST_A_SECOND = 100.0
 """New connections of one address, as a whole office makes when the coordinator is back."""
 
 _HANDSHAKE, _CLIENT_HELLO, _SERVER_NAME, _HOST_NAME = 22, 1, 0, 0
-
-_log = structlog.get_logger(__name__)
 
 
 def server_name_in(record: bytes) -> str:
@@ -111,7 +107,7 @@ class OnePort:
         self._control_port, self._enrolment_port = control_port, enrolment_port
         limits = Limits(
             most=most,
-            most_per_address=most,  # of who is heard coordinator.connections counts them
+            most_per_address=most,  # of who is heard coordinator.ports counts them
             # A node that joins makes three; a quick machine makes a second's at once.
             burst_per_address=max(3 * most_per_address, int(MOST_A_SECOND)),
             per_second_per_address=MOST_A_SECOND,

@@ -47,7 +47,7 @@ from coordinator.swarm.events import (
 )
 from coordinator.swarm.members import PRESENT, Condition
 from coordinator.swarm.membership import HEARTBEATS_PER_LEASE
-from coordinator.swarm.start import finished_reason
+from coordinator.swarm.start_and_end import finished_reason
 from coordinator.swarm.state import Round, SwarmState, name_of, present_members
 from protocol.errors import AtollError, BadDataError, CopyAttachedError, ProtocolMismatchError
 from protocol.run.amendments import in_force

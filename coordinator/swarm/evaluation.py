@@ -71,7 +71,7 @@ def ask_if_due(turn: Turn) -> None:
     that losses hardly move in this run.
     It holds that state until it applies the next commit, and its ranks are free, or ahead, while the
     bytes of that round travel: so nobody waits for it. The final state is for
-    coordinator.swarm.start to ask about, which does wait.
+    coordinator.swarm.start_and_end to ask about, which does wait.
     """
     if not turn.has_new_state:
         return

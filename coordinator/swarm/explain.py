@@ -20,7 +20,7 @@ from coordinator.swarm.retraction import (
 )
 from coordinator.swarm.rounds import awaited_appliers, is_undecided
 from coordinator.swarm.standing import returning
-from coordinator.swarm.start import (
+from coordinator.swarm.start_and_end import (
     bringing,
     ends_at,
     finished_reason,

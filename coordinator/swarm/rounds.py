@@ -83,6 +83,9 @@ def plan_of(current: Round, now: float) -> Plan:
     )
 
 
+# What participants report
+
+
 def training_done(turn: Turn, node_id: NodeId, round: int, report: Trained) -> None:
     """Remembers a participant's first report of its training; impossible ones are ignored.
 
@@ -171,6 +174,15 @@ def _is_valid(report: Reduced, current: Round, context: int) -> bool:
     )
 
 
+def _is_possible(told: Trained | Contributor, asked: Assignment | None, context: int) -> bool:
+    """Whether a participant can have used up so many samples, and found so many tokens in them."""
+    return (
+        asked is not None
+        and 0 <= told.samples <= asked.num_samples
+        and 0 <= told.tokens <= told.samples * context
+    )
+
+
 def results_held(turn: Turn, node_id: NodeId, told: Sequence[tuple[int, Held]]) -> None:
     """Remembers what a participant holds, by round; it may come before the reducer's own report.
 
@@ -217,77 +229,7 @@ def _with_agreements(
     return {**before, node_id: kept | told}
 
 
-def is_base_held(state: SwarmState) -> bool:
-    """Whether somebody present holds the state that the round in flight builds on.
-
-    A participant may have lost it since the plan. What it then commits nobody could apply, and the
-    round before, which is lost, could not be taken back any more.
-    """
-    members = members_of(state)
-    return any(members[node_id].state is MemberState.READY for node_id in members.present_ids)
-
-
-def void_reason(
-    state: SwarmState, current: Round, progress: SliceProgress, *, is_late: bool = True
-) -> str:
-    """Why a slice cannot commit now, in words; empty when it can."""
-    if current.cannot_commit:
-        return current.cannot_commit
-    reducer = name_of(state, progress.slice.reducer_id)
-    num_present = len(present_participants(state, current))
-    if num_present == 0:
-        return "no participant is left"
-    if not is_base_held(state):
-        return "nobody who is here holds the state that it builds on"
-    if progress.is_empty:
-        return f"its reducer {reducer} had nothing to reduce"
-    if progress.digest is None and not is_present(state, progress.slice.reducer_id):
-        return f"its reducer {reducer} is gone"
-    if progress.digest is None:
-        return f"its reducer {reducer} never reported"
-    if progress.refused:
-        return progress.refused
-    if not is_held_by_enough(state, current, progress, is_late=is_late):
-        refusers = refusers_of(current, progress)
-        more = f", and {len(refusers)} say that it does not decode" if refusers else ""
-        return f"held by {held_in_words(state, current, progress)}{more}"
-    return ""
-
-
-def is_undecided(state: SwarmState, current: Round, progress: SliceProgress) -> bool:
-    """Whether waiting longer can change what becomes of the slice.
-
-    A slice whose reducer is gone without a report, and which nobody took over, is given up rather
-    than waited for until the deadline.
-    """
-    if progress.is_empty or not present_participants(state, current):
-        return False
-    if progress.digest is None:
-        return is_present(state, progress.slice.reducer_id)
-    if progress.refused or _have_all_told(state, current, progress):
-        return False
-    return not is_held_by_enough(state, current, progress, is_late=False)
-
-
-def _have_all_told(state: SwarmState, current: Round, progress: SliceProgress) -> bool:
-    """Whether all who decide hold the result or have refused it: then nobody is waited for."""
-    if not progress.refusals:
-        return False
-    told = {*refusers_of(current, progress), *holders_of(state, current, progress)}
-    return told.issuperset(deciders(state, current, is_late=False))
-
-
-def _first_undecided(state: SwarmState, current: Round) -> int | None:
-    """A slice that is undecided, looked for from the one that was when this was asked last.
-
-    Each report of a thousand nodes asks it: others of the slices may be decided by then, and are not to be
-    looked through each time.
-    """
-    first = current.undecided
-    for progress in (*current.slices[first:], *current.slices[:first]):
-        if is_undecided(state, current, progress):
-            return progress.slice.index
-    return None
+# What commits
 
 
 def close_round(turn: Turn) -> None:
@@ -348,6 +290,42 @@ def close_round(turn: Turn) -> None:
         end_round(turn, current.base_digest)
 
 
+def _first_undecided(state: SwarmState, current: Round) -> int | None:
+    """A slice that is undecided, looked for from the one that was when this was asked last.
+
+    Each report of a thousand nodes asks it: others of the slices may be decided by then, and are not to be
+    looked through each time.
+    """
+    first = current.undecided
+    for progress in (*current.slices[first:], *current.slices[:first]):
+        if is_undecided(state, current, progress):
+            return progress.slice.index
+    return None
+
+
+def is_undecided(state: SwarmState, current: Round, progress: SliceProgress) -> bool:
+    """Whether waiting longer can change what becomes of the slice.
+
+    A slice whose reducer is gone without a report, and which nobody took over, is given up rather
+    than waited for until the deadline.
+    """
+    if progress.is_empty or not present_participants(state, current):
+        return False
+    if progress.digest is None:
+        return is_present(state, progress.slice.reducer_id)
+    if progress.refused or _have_all_told(state, current, progress):
+        return False
+    return not is_held_by_enough(state, current, progress, is_late=False)
+
+
+def _have_all_told(state: SwarmState, current: Round, progress: SliceProgress) -> bool:
+    """Whether all who decide hold the result or have refused it: then nobody is waited for."""
+    if not progress.refusals:
+        return False
+    told = {*refusers_of(current, progress), *holders_of(state, current, progress)}
+    return told.issuperset(deciders(state, current, is_late=False))
+
+
 def _commit_of(state: SwarmState, current: Round, stride: float, *, is_late: bool) -> Commit:
     """What is decided of each slice, and how much of each result moves the state."""
     commit = Commit(
@@ -365,6 +343,85 @@ def _commit_of(state: SwarmState, current: Round, stride: float, *, is_late: boo
     if commit.is_void:  # the state does not change, so there is nothing to agree on
         commit = replace(commit, outer_digest=current.base_digest)
     return commit
+
+
+def _outcome(
+    state: SwarmState, current: Round, progress: SliceProgress, *, is_late: bool
+) -> SliceOutcome:
+    part = progress.slice
+    void = SliceOutcome(
+        index=part.index,
+        start=part.start,
+        num_elements=part.num_elements,
+        digest=None,
+        void_reason=void_reason(state, current, progress, is_late=is_late),
+    )
+    if void.void_reason:
+        return void
+    holders = holders_of(state, current, progress)
+    return replace(void, **same_fields(progress, Result), holder_ids=holders)
+
+
+def void_reason(
+    state: SwarmState, current: Round, progress: SliceProgress, *, is_late: bool = True
+) -> str:
+    """Why a slice cannot commit now, in words; empty when it can."""
+    if current.cannot_commit:
+        return current.cannot_commit
+    reducer = name_of(state, progress.slice.reducer_id)
+    num_present = len(present_participants(state, current))
+    if num_present == 0:
+        return "no participant is left"
+    if not is_base_held(state):
+        return "nobody who is here holds the state that it builds on"
+    if progress.is_empty:
+        return f"its reducer {reducer} had nothing to reduce"
+    if progress.digest is None and not is_present(state, progress.slice.reducer_id):
+        return f"its reducer {reducer} is gone"
+    if progress.digest is None:
+        return f"its reducer {reducer} never reported"
+    if progress.refused:
+        return progress.refused
+    if not is_held_by_enough(state, current, progress, is_late=is_late):
+        refusers = refusers_of(current, progress)
+        more = f", and {len(refusers)} say that it does not decode" if refusers else ""
+        return f"held by {held_in_words(state, current, progress)}{more}"
+    return ""
+
+
+def is_base_held(state: SwarmState) -> bool:
+    """Whether somebody present holds the state that the round in flight builds on.
+
+    A participant may have lost it since the plan. What it then commits nobody could apply, and the
+    round before, which is lost, could not be taken back any more.
+    """
+    members = members_of(state)
+    return any(members[node_id].state is MemberState.READY for node_id in members.present_ids)
+
+
+def _without_tokens(current: Round) -> tuple[Contributor, ...]:
+    """Participants that found nothing to learn in their samples, which count as used up all the same.
+
+    Leased again they would be the same samples, and a node alone would never come past them.
+    """
+    return tuple(
+        Contributor(node_id=node_id, samples=trained.samples, tokens=0)
+        for node_id, trained in sorted(current.trained.items())
+        if trained.tokens == 0 and trained.samples > 0
+    )
+
+
+def _closing_reason(commit: Commit, *, is_late: bool) -> str:
+    num_slices = len(commit.slices)
+    void = [outcome for outcome in commit.slices if outcome.digest is None]
+    if not void:
+        return "all slices are committed"
+    when = " at the deadline" if is_late else ""
+    reasons = ", ".join(f"slice {outcome.index} is void: {outcome.void_reason}" for outcome in void)
+    return f"{num_slices - len(void)} of {num_slices} slices are committed{when}; {reasons}"
+
+
+# What settles it
 
 
 def awaited_appliers(state: SwarmState, current: Round) -> list[NodeId]:
@@ -437,54 +494,6 @@ def end_round(turn: Turn, digest: Digest) -> None:
     turn.state = replace(turn.state, open_round=None, recent=recent, earlier=(), round_wire={})
     agree_on(turn, digest)
     turn.has_new_state = True
-
-
-def _outcome(
-    state: SwarmState, current: Round, progress: SliceProgress, *, is_late: bool
-) -> SliceOutcome:
-    part = progress.slice
-    void = SliceOutcome(
-        index=part.index,
-        start=part.start,
-        num_elements=part.num_elements,
-        digest=None,
-        void_reason=void_reason(state, current, progress, is_late=is_late),
-    )
-    if void.void_reason:
-        return void
-    holders = holders_of(state, current, progress)
-    return replace(void, **same_fields(progress, Result), holder_ids=holders)
-
-
-def _closing_reason(commit: Commit, *, is_late: bool) -> str:
-    num_slices = len(commit.slices)
-    void = [outcome for outcome in commit.slices if outcome.digest is None]
-    if not void:
-        return "all slices are committed"
-    when = " at the deadline" if is_late else ""
-    reasons = ", ".join(f"slice {outcome.index} is void: {outcome.void_reason}" for outcome in void)
-    return f"{num_slices - len(void)} of {num_slices} slices are committed{when}; {reasons}"
-
-
-def _is_possible(told: Trained | Contributor, asked: Assignment | None, context: int) -> bool:
-    """Whether a participant can have used up so many samples, and found so many tokens in them."""
-    return (
-        asked is not None
-        and 0 <= told.samples <= asked.num_samples
-        and 0 <= told.tokens <= told.samples * context
-    )
-
-
-def _without_tokens(current: Round) -> tuple[Contributor, ...]:
-    """Participants that found nothing to learn in their samples, which count as used up all the same.
-
-    Leased again they would be the same samples, and a node alone would never come past them.
-    """
-    return tuple(
-        Contributor(node_id=node_id, samples=trained.samples, tokens=0)
-        for node_id, trained in sorted(current.trained.items())
-        if trained.tokens == 0 and trained.samples > 0
-    )
 
 
 # What reducers keep: the error that one adds must be what a committed result of its own has left.

@@ -234,7 +234,7 @@ class Unfollowed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Awaited:
-    """Whom a coordinator that has just started waits for: see coordinator.swarm.start."""
+    """Whom a coordinator that has just started waits for: see coordinator.swarm.start_and_end."""
 
     node_ids: tuple[NodeId, ...]  # in order
     until: float  # then the run goes on without them

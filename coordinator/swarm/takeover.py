@@ -129,6 +129,29 @@ def results_silent(turn: Turn, node_id: NodeId, round: int, report: ResultsSilen
         turn.put_round(replace(current, silent=told, silent_at=turn.now))
 
 
+def take_over(turn: Turn) -> None:
+    """Gives slices without a reducer to another participant, or offers their results."""
+    if turn.state.uncommitted_round is None:
+        return
+    _convict_of_nonsense(turn)
+    _give_up_a_few(turn)
+    current = turn.current
+    staying = _staying(turn.state, current, at_most=2)
+    for progress in current.slices:
+        overdue_at = _overdue_at(current, progress, staying)
+        is_overdue = overdue_at is not None and turn.now >= overdue_at
+        is_in_hands = _has_reducer(turn.state, current, progress)
+        if is_in_hands and not is_overdue and not _is_for_a_helper(turn.state, current, progress):
+            continue
+        if is_overdue:
+            late_helper(turn, progress.slice.reducer_id, current.number)
+        if holders := holders_of(turn.state, current, progress):
+            _offer(turn, progress, holders)
+        elif is_overdue or not _is_its_own_backup(turn.state, current, progress):
+            _hand_over(turn, progress)
+        current = turn.current
+
+
 def _convict_of_nonsense(turn: Turn) -> None:
     """Has reducers convicted whose results do not decode, and their slices made by others."""
     for progress in turn.current.slices:
@@ -268,29 +291,6 @@ def _lately_given_up(state: SwarmState, current: Round, progress: SliceProgress)
         return is_void_again(reducer, current.number)
     unmade = reducer.audits.unmade_round
     return 0 < current.number - unmade <= UNMADE_ROUNDS and unmade > 0
-
-
-def take_over(turn: Turn) -> None:
-    """Gives slices without a reducer to another participant, or offers their results."""
-    if turn.state.uncommitted_round is None:
-        return
-    _convict_of_nonsense(turn)
-    _give_up_a_few(turn)
-    current = turn.current
-    staying = _staying(turn.state, current, at_most=2)
-    for progress in current.slices:
-        overdue_at = _overdue_at(current, progress, staying)
-        is_overdue = overdue_at is not None and turn.now >= overdue_at
-        is_in_hands = _has_reducer(turn.state, current, progress)
-        if is_in_hands and not is_overdue and not _is_for_a_helper(turn.state, current, progress):
-            continue
-        if is_overdue:
-            late_helper(turn, progress.slice.reducer_id, current.number)
-        if holders := holders_of(turn.state, current, progress):
-            _offer(turn, progress, holders)
-        elif is_overdue or not _is_its_own_backup(turn.state, current, progress):
-            _hand_over(turn, progress)
-        current = turn.current
 
 
 def _is_its_own_backup(state: SwarmState, current: Round, progress: SliceProgress) -> bool:

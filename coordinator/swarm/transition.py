@@ -72,7 +72,7 @@ from coordinator.swarm.rounds import (
 )
 from coordinator.swarm.spot_checks import spot_checked
 from coordinator.swarm.standing import excuse, excuses_at, tell_training_ended
-from coordinator.swarm.start import (
+from coordinator.swarm.start_and_end import (
     end_run,
     end_waiting,
     ends_at,

@@ -164,9 +164,7 @@ def _need_not_known(folder: Path, why: str) -> Finding:
     return Finding(about="disk", verdict="note", what=f"{free} free; what a run needs {why}")
 
 
-def coordinator_findings(
-    folder: Path, wall_clock: Callable[[], float] = time.time, *, network: Network | None = None
-) -> list[Finding]:
+def coordinator_findings(folder: Path, *, network: Network | None = None) -> list[Finding]:
     """Whether the coordinator answers, how far its clock is from ours, and who reaches whom."""
     if not (folder / LINK_FILE).is_file():
         what = f"no swarm joined in {folder}, so none was asked"
@@ -174,9 +172,9 @@ def coordinator_findings(
     try:
         with StatusLink(folder) as link:
             link.status()  # the connection is made, which takes several round trips
-            asked_at = wall_clock()
+            asked_at = time.time()
             status = link.status()
-            answered_at = wall_clock()
+            answered_at = time.time()
         credentials = Credentials.load(folder)
     except AtollError as error:
         return [wrong("coordinator", error)]

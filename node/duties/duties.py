@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from node.disk.history import KeptRulings
-from node.duties.lasting_island import LastingIsland
-from node.duties.measuring import Measuring
+from node.duties.lasting_island import LastingIsland, Measuring
 from node.duties.work import (
     Ahead,
     AheadFailed,

@@ -29,8 +29,7 @@ from node.exchange.peers import (
     WantResult,
 )
 from node.exchange.reduction import AS_KEPT, Reduction
-from node.exchange.round.admission import misfit
-from node.exchange.round.state import RoundState, Rules
+from node.exchange.round.state import RoundState, Rules, misfit
 from node.exchange.state.sources import StateHere
 from node.heavy import Heavy, cancelled
 from node.outer_state import Vector
@@ -388,8 +387,8 @@ def _finding_of(header: PayloadHeader, made: Reduced) -> Digest:
 #
 # It fetches the contribution from those that reduced it, as an auditor does, and compares it with the
 # round's results, which it holds: ranks then measure losses a little along that difference, and against it,
-# at whatever state the node has (node.duties.measuring). The base of the round is not needed: it has moved by
-# little.
+# at whatever state the node has (node.duties.lasting_island). The base of the round is not needed: it has
+# moved by little.
 
 
 MOST_PIECES = 16

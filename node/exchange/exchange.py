@@ -14,7 +14,7 @@ import structlog
 
 from node.exchange.auditing import Audits, SpotCheckReady, SpotChecks
 from node.exchange.fetching import Donors, Silences
-from node.exchange.giving import KEPT_ROUNDS, Donor, Pushes, ServedState
+from node.exchange.giving import KEPT_ROUNDS, Pushes
 from node.exchange.peers import (
     Admission,
     TransferRefusedError,
@@ -26,11 +26,11 @@ from node.exchange.peers import (
     WantResult,
     WantTokens,
 )
-from node.exchange.round.admission import refusal
-from node.exchange.round.state import Rules
+from node.exchange.round.state import Rules, refusal
 from node.exchange.round.transition import waiting_for
 from node.exchange.runner import RoundRunner
 from node.exchange.state.catch_up import CatchUp, CoordinatorCalls
+from node.exchange.state.chunks import Donor, ServedState
 from node.exchange.state.sources import StateHere
 from node.outer_state import Vector
 from protocol.wire.messages import AuditAsked, RoundNews, SliceTakenOver, SpotCheckAsked

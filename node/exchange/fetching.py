@@ -36,7 +36,7 @@ from node.exchange.peers import (
     Waits,
     WantResult,
 )
-from node.exchange.round.admission import misfit
+from node.exchange.round.state import misfit
 from node.heavy import cancelled
 from protocol.wire.payload import Payload, PayloadHeader
 from protocol.wire.rounds import NodeId, SliceOutcome

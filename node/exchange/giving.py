@@ -1,22 +1,14 @@
-"""What this node gives its peers: results that it holds, payloads on their way to them, and its outer state.
+"""What this node gives its peers in a round: results that it holds, and payloads on their way to them.
 
 Results are of the round in flight, and of the latest ones for nodes that missed them. What is pushed is sent
 again until it has arrived, or is no longer wanted.
-
-Whole rounds of the outer state are served, chunk by chunk. Joiners need one round for as long as their
-download takes, while this node goes on to others. So what is served is a copy: the node's own snapshot file,
-which stays readable while it is open, also once the folder has newer ones. It costs no memory, and the outer
-state is neither locked nor copied. A node without a folder copies its state into memory, once for all who
-fetch it.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from random import Random
-from typing import Protocol
 
 import structlog
 
@@ -25,13 +17,11 @@ from node.exchange.peers import (
     TransferRefusedError,
     Transport,
     Waits,
-    WantChunk,
-    WantManifest,
 )
-from node.exchange.state.chunks import ELEMENT_BYTES, Manifest
-from node.heavy import Heavy, cancelled
-from protocol.wire.payload import CHUNK, MANIFEST, Payload, PayloadHeader
-from protocol.wire.rounds import Digest, NodeId
+from node.exchange.round.state import Rules
+from node.heavy import cancelled
+from protocol.wire.payload import Payload, PayloadHeader
+from protocol.wire.rounds import Digest, NodeId, Plan
 
 log = structlog.get_logger()
 
@@ -234,172 +224,20 @@ class Pushes:
             retry_seconds = min(2 * retry_seconds, self._waits.last_retry_seconds)
 
 
-MOST_COPIES = 2
-"""One that is being fetched, and a newer one for who comes later."""
+def turns_of(plan: Plan, rules: Rules, transport: Transport) -> Turns | None:
+    """How a node contributes whose uplink is too slow to reduce: a few slices at a time.
 
-COPY_KEPT_SECONDS = 60.0
-"""A copy is kept for at least so long after the last request for it, and at most twice as long:
-joiners that break off come back."""
-
-COPY_LONGEST_SECONDS = 3600.0
-"""From then on a newer one may take a copy's place although somebody fetches it still."""
-
-
-class ServedState(Protocol):
-    """The outer state of one round, which does not change: node.disk.snapshots has two."""
-
-    @property
-    def round(self) -> int:
-        """Its round."""
-
-    def outer_digest(self) -> Digest:
-        """What its digest ought to be. Heavy."""
-
-    def read(self, start: int, stop: int) -> bytes:
-        """Some of its bytes: the parameters', then the momentum's. Heavy."""
-
-
-@dataclass(slots=True, kw_only=True)
-class _Copy:
-    state: ServedState
-    manifest: Manifest
-    since: float
-    asked_at: float
-
-
-class Donor:
-    """Answers requests for manifests and chunks.
-
-    `open_state` gives the newest state of a range of rounds, or None when there is none now;
-    who begins to fetch a copy of a round before `oldest_round` may find no results to replay after it.
+    None where it reduces, has one peer to send to, or where few bodies would leave its link idle between
+    them, and while nobody knows what its link carries. Nor where a reducer would get nothing for so long,
+    while others have their turn, that it stops waiting (node.exchange.round.transition).
     """
-
-    def __init__(
-        self,
-        *,
-        node_id: NodeId,
-        run_digest: Digest,
-        layout_digest: Digest,
-        num_elements: int,
-        oldest_round: Callable[[], int],
-        open_state: Callable[[WantManifest], Awaitable[ServedState | None]],
-        heavy: Heavy,
-    ) -> None:
-        self._run_digest = run_digest
-        self._layout_digest = layout_digest
-        self._num_elements = num_elements
-        self._oldest_round = oldest_round
-        self._open_state = open_state
-        self._heavy = heavy
-        self._seal = partial(
-            Payload.seal,
-            run_digest=run_digest,
-            fragment=0,
-            codec="fp32/1",
-            tokens=0,
-            sender_id=node_id,
-        )
-        self._copies: dict[int, _Copy] = {}  # by round
-        self._opening = asyncio.Lock()  # whoever asks at the same time gets the same copy
-        self._timer: asyncio.TimerHandle | None = None
-
-    async def manifest(self, want: WantManifest) -> Payload | None:
-        """The manifest of what is served, or is served from now on; None when neither."""
-        async with self._opening:
-            copy = self._suiting(want) or await self._opened(want)
-        if copy is None:
-            return None
-        self._note_request(copy)
-        manifest = copy.manifest
-        return self._seal(
-            kind=MANIFEST,
-            round=manifest.round,
-            slice_index=0,
-            start=0,
-            num_elements=self._num_elements,
-            body=manifest.to_body(),
-        )
-
-    async def chunk(self, want: WantChunk) -> Payload | None:
-        """A chunk of a state that is served, or None when it is not that of this round."""
-        copy = self._copies.get(want.round)
-        if copy is None or want.digest not in copy.manifest.chunk_digests[want.index :][:1]:
-            return None
-        self._note_request(copy)
-        return await self._heavy(partial(self._sealed_chunk, copy, want.index))
-
-    def drop(self) -> None:
-        """Serves nothing any more, until somebody asks for a manifest."""
-        self._copies.clear()
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-    def _suiting(self, want: WantManifest) -> _Copy | None:
-        """The newest copy that is asked for. By its very round one may be had however old it is."""
-        oldest = self._oldest_round()
-        rounds = [
-            round
-            for round in self._copies
-            if want.includes(round) and (round >= oldest or want.newest_round == round)
-        ]
-        return self._copies[max(rounds)] if rounds else None
-
-    async def _opened(self, want: WantManifest) -> _Copy | None:
-        """A new copy, if there is a place for one and the node has what is asked for."""
-        now = asyncio.get_running_loop().time
-        oldest = min(self._copies, default=None)
-        if len(self._copies) < MOST_COPIES:
-            oldest = None
-        if oldest is not None and now() - self._copies[oldest].since < COPY_LONGEST_SECONDS:
-            return None
-        state = await self._open_state(want)
-        if state is None:
-            return None
-        manifest = await self._heavy(partial(self._manifest_of, state))
-        if manifest is None:
-            log.warning("a snapshot to be served is damaged", round=state.round)
-            return None
-        if oldest is not None:
-            self._copies.pop(oldest, None)
-        log.info("serving a state", round=state.round, chunks=len(manifest.chunk_digests))
-        copy = _Copy(state=state, manifest=manifest, since=now(), asked_at=now())
-        self._copies[state.round] = copy
-        return copy
-
-    def _manifest_of(self, state: ServedState) -> Manifest | None:
-        manifest = Manifest.of(
-            state.read,
-            round=state.round,
-            num_elements=self._num_elements,
-            run_digest=self._run_digest,
-            layout_digest=self._layout_digest,
-        )
-        return manifest if manifest.outer_digest == state.outer_digest() else None
-
-    def _sealed_chunk(self, copy: _Copy, index: int) -> Payload:
-        start, stop = copy.manifest.span(index)
-        return self._seal(
-            kind=CHUNK,
-            round=copy.manifest.round,
-            slice_index=index,
-            start=start // ELEMENT_BYTES,
-            num_elements=(stop - start) // ELEMENT_BYTES,
-            body=copy.state.read(start, stop),
-        )
-
-    def _note_request(self, copy: _Copy) -> None:
-        loop = asyncio.get_running_loop()
-        copy.asked_at = loop.time()
-        if self._timer is None:
-            self._timer = loop.call_later(COPY_KEPT_SECONDS, self._drop_idle)
-
-    def _drop_idle(self) -> None:
-        loop = asyncio.get_running_loop()
-        self._timer = None
-        for round, copy in list(self._copies.items()):
-            if loop.time() - copy.asked_at >= COPY_KEPT_SECONDS:
-                log.info("no longer serving a state, nobody asks for it", round=round)
-                del self._copies[round]
-        if self._copies:
-            self._timer = loop.call_later(COPY_KEPT_SECONDS, self._drop_idle)
+    reducers = {part.reducer_id for part in plan.slices}
+    rate = transport.seen().link_rates.up_bytes_per_second
+    if rules.node_id in reducers or len(reducers) < 2 or not rate:
+        return None
+    body_seconds = max(rules.uplink.most_bytes(part.num_elements) for part in plan.slices) / rate
+    if body_seconds < max(transport.round_trip_seconds(peer) for peer in reducers):
+        return None
+    if body_seconds * (len(reducers) - 1) > rules.waits.grace_seconds:
+        return None
+    return Turns(body_seconds)

@@ -15,9 +15,8 @@ import structlog
 
 from node.exchange.codecs.codec import CodecError
 from node.exchange.fetching import Donors, fetch_results
-from node.exchange.giving import Push, Pushes, Turns
-from node.exchange.peers import Admission, TransferRefusedError, Transport, WantResult
-from node.exchange.round.admission import contradicted, misfit_of_result, refusal
+from node.exchange.giving import Push, Pushes, turns_of
+from node.exchange.peers import Admission, TransferRefusedError, WantResult
 from node.exchange.round.state import (
     Action,
     Closed,
@@ -43,8 +42,11 @@ from node.exchange.round.state import (
     Send,
     Tell,
     TimePassed,
+    contradicted,
     in_order_of_sending,
+    misfit_of_result,
     opened,
+    refusal,
 )
 from node.exchange.round.transition import is_complete, is_wanted, step
 from node.exchange.state.sources import StateHere
@@ -378,22 +380,3 @@ class RoundRunner:
             self.feed(ResultUndecodable(header=payload.header))
             raise
         self.feed(ResultFetched(payload=payload, agreement=agreement))
-
-
-def turns_of(plan: Plan, rules: Rules, transport: Transport) -> Turns | None:
-    """How a node contributes whose uplink is too slow to reduce: a few slices at a time.
-
-    None where it reduces, has one peer to send to, or where few bodies would leave its link idle between
-    them, and while nobody knows what its link carries. Nor where a reducer would get nothing for so long,
-    while others have their turn, that it stops waiting (node.exchange.round.transition).
-    """
-    reducers = {part.reducer_id for part in plan.slices}
-    rate = transport.seen().link_rates.up_bytes_per_second
-    if rules.node_id in reducers or len(reducers) < 2 or not rate:
-        return None
-    body_seconds = max(rules.uplink.most_bytes(part.num_elements) for part in plan.slices) / rate
-    if body_seconds < max(transport.round_trip_seconds(peer) for peer in reducers):
-        return None
-    if body_seconds * (len(reducers) - 1) > rules.waits.grace_seconds:
-        return None
-    return Turns(body_seconds)

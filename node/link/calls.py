@@ -7,7 +7,7 @@ mend ends it at once: a node that is not let in any more, another version.
 """
 
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -34,7 +34,7 @@ from protocol.trust.rulings import (
 from protocol.v1 import session_pb2
 from protocol.v1.session_pb2_grpc import SessionServiceStub
 from protocol.wire import convert
-from protocol.wire.channel import USUAL_REPORTS_BYTES, in_messages, open_channel, retried
+from protocol.wire.channel import USUAL_REPORTS_BYTES, open_channel, retried
 from protocol.wire.messages import (
     Message,
     PassedOver,
@@ -312,3 +312,20 @@ async def run_in_force(folder: Path) -> RunSpec:
         link = CoordinatorLink(SessionServiceStub(channel))
         await link.get_run()
         return link.rules
+
+
+def in_messages(
+    items: Sequence[session_pb2.Report], *, most_bytes: int
+) -> Iterator[list[session_pb2.Report]]:
+    """The items in their order, as many at a time as have room; one that has none alone."""
+    some: list[session_pb2.Report] = []
+    num_bytes = 0
+    for item in items:
+        size = item.ByteSize()
+        if some and num_bytes + size > most_bytes:
+            yield some
+            some, num_bytes = [], 0
+        some.append(item)
+        num_bytes += size
+    if some:
+        yield some

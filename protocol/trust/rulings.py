@@ -383,14 +383,13 @@ class RulingVerifier:
             ) from error
 
 
-def checked_chain(
-    rulings: Iterable[SignedRuling], verifier: RulingVerifier, known: Sequence[Ruling] = ()
-) -> RulingVerifier:
-    """Checks rulings that come after known ones; returns what checks those that are to come.
+def checked_chain(rulings: Iterable[SignedRuling], verifier: RulingVerifier) -> RulingVerifier:
+    """Checks all rulings from the first on; returns what checks those that are to come.
 
     Raises BadDataError at the first that is not signed, or does not follow the one before.
     """
-    before, least = (known[-1] if known else None), least_key(known)
+    before: Ruling | None = None
+    least = 0  # the number of the key that may sign the next
     for signed in rulings:
         verifier = verifier.after(signed.ruling)
         least = max(least, key_number(signed.ruling))

@@ -6,10 +6,10 @@ protocol.wire.server, the first contact of a machine that has no certificate yet
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from random import Random
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import grpc
 import grpc.aio
@@ -367,33 +367,9 @@ RUN_OWNER = "OperatorService"
 """What the run owner sends has gRPC's bound alone."""
 
 
-class Sized(Protocol):
-    """A message of protobuf."""
-
-    def ByteSize(self) -> int: ...  # noqa: D102, N802
-
-
-Item = TypeVar("Item", bound=Sized)
-
-
 def most_bytes_of(path: str, *, most: int) -> int:
     """Of a message to a call, by its path in gRPC: /atoll.v1.SessionService/Report."""
     service, _, call = path.rpartition("/")
     if service.endswith(RUN_OWNER):
         return most
     return min(most, BYTES_OF_CALLS.get(call, OTHER_BYTES))
-
-
-def in_messages(items: Sequence[Item], *, most_bytes: int) -> Iterator[list[Item]]:
-    """The items in their order, as many at a time as have room; one that has none alone."""
-    some: list[Item] = []
-    num_bytes = 0
-    for item in items:
-        size = item.ByteSize()
-        if some and num_bytes + size > most_bytes:
-            yield some
-            some, num_bytes = [], 0
-        some.append(item)
-        num_bytes += size
-    if some:
-        yield some

@@ -17,7 +17,7 @@ from structlog.testing import capture_logs
 from coordinator import ports
 from coordinator.app import Coordinator
 from coordinator.config import Home, create_home
-from coordinator.connections import Connection, Connections, Limits, most_connections, too_many
+from coordinator.ports import Connection, Connections, Limits, most_connections, too_many
 from coordinator.services.enrolment import MAX_AT_ONCE
 from protocol.trust.enrolment import enrol
 from protocol.trust.identity import Identity

@@ -12,9 +12,8 @@ import pytest
 from node.disk.snapshot_folder import OpenSnapshot, SnapshotFolder
 from node.disk.snapshots import Owed, Snapshot
 from node.exchange.fetching import Donors, Silences
-from node.exchange.giving import Donor
 from node.exchange.peers import Waits, Want, WantChunk, WantManifest
-from node.exchange.state.chunks import CHUNK_BYTES, Manifest
+from node.exchange.state.chunks import CHUNK_BYTES, Donor, Manifest
 from node.exchange.state.download import Download
 from node.exchange.transport.libp2p import Libp2pTransport
 from node.heavy import in_thread

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.connections import most_connections
-from coordinator.ports import OWN_OPEN_FILES
+from coordinator.ports import OWN_OPEN_FILES, most_connections
 from protocol.v1 import status_pb2
 from tests.integration.coordinator_scene import new_home, result, two_nodes
 from tests.integration.typed_commands import Running, Swarm, until

@@ -12,10 +12,7 @@ from protocol.trust.credentials import Credentials
 from protocol.trust.identity import Identity, is_signed_by, node_id_of
 from protocol.trust.invite import Invite
 from protocol.v1 import enrolment_pb2, enrolment_pb2_grpc, session_pb2, session_pb2_grpc
-from protocol.wire.channel import (
-    open_blocking_channel,
-    open_channel,
-)
+from protocol.wire.channel import open_blocking_channel, open_channel
 from protocol.wire.payload import WireCounts
 from protocol.wire.server import (
     CONTROL_OPTIONS,

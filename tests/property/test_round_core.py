@@ -7,7 +7,6 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from node.exchange.round.admission import refusal
 from node.exchange.round.state import (
     Awaited,
     Closed,
@@ -34,6 +33,7 @@ from node.exchange.round.state import (
     Tell,
     TimePassed,
     opened,
+    refusal,
 )
 from node.exchange.round.transition import (
     collecting,

@@ -13,7 +13,6 @@ import pytest
 from lab.simulation.memory_transport import MemoryNetwork, MemoryTransport
 from node.disk.snapshots import Snapshot
 from node.exchange.fetching import Donors, Silences
-from node.exchange.giving import Donor
 from node.exchange.peers import (
     Admission,
     Waits,
@@ -23,7 +22,7 @@ from node.exchange.peers import (
     do_nothing,
 )
 from node.exchange.state import chunks
-from node.exchange.state.chunks import Manifest
+from node.exchange.state.chunks import Donor, Manifest
 from node.exchange.state.download import Download
 from node.heavy import in_place
 from protocol.wire.payload import Payload, PayloadHeader, WireCounts

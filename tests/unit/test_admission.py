@@ -10,7 +10,6 @@ import pytest
 from node.exchange.codecs.codec import Codec
 from node.exchange.codecs.registry import codec_named
 from node.exchange.reduction import Reduction
-from node.exchange.round.admission import refusal
 from node.exchange.round.state import (
     Links,
     PayloadCame,
@@ -19,6 +18,7 @@ from node.exchange.round.state import (
     Rules,
     TimePassed,
     opened,
+    refusal,
 )
 from node.exchange.round.transition import FULL_LEAST_SECONDS, late_for, step, waiting_for
 from protocol.wire.messages import ParticipantsDeparted, SliceTakenOver

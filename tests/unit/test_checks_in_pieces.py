@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from node.duties.measuring import Checks
+from node.duties.lasting_island import Checks
 from node.exchange.auditing import SpotCheckReady, piece_of
 from protocol.wire.findings import SpotChecked
 from protocol.wire.messages import SpotCheckAsked

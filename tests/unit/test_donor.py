@@ -8,13 +8,13 @@ import pytest
 
 from lab.simulation.memory_transport import MemoryNetwork
 from node.disk.snapshots import Snapshot
-from node.exchange.giving import (
+from node.exchange.peers import WantChunk, WantManifest
+from node.exchange.state.chunks import (
     COPY_KEPT_SECONDS,
     COPY_LONGEST_SECONDS,
     MOST_COPIES,
+    Manifest,
 )
-from node.exchange.peers import WantChunk, WantManifest
-from node.exchange.state.chunks import Manifest
 from protocol.wire.payload import CHUNK, MANIFEST, Payload
 from protocol.wire.rounds import Digest, NodeId
 from tests.unit.download_scene import (

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from node.exchange import fetching
-from node.exchange.giving import COPY_KEPT_SECONDS
 from node.exchange.peers import (
     TransferRefusedError,
     Waits,
@@ -17,6 +16,7 @@ from node.exchange.peers import (
     WantChunk,
     WantManifest,
 )
+from node.exchange.state.chunks import COPY_KEPT_SECONDS
 from node.exchange.state.download import MOST_ASKED
 from protocol.wire.payload import Payload
 from tests.unit.download_scene import (

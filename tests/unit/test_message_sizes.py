@@ -6,7 +6,7 @@ from typing import Any, cast
 
 from coordinator.services.checks import MAX_FRAGMENTS, MAX_MULTIADDR_LENGTH, MAX_SPANS
 from coordinator.services.session import MAX_STRANGERS
-from node.link.calls import CoordinatorLink
+from node.link.calls import CoordinatorLink, in_messages
 from protocol.v1 import session_pb2
 from protocol.wire import convert
 from protocol.wire.channel import (
@@ -14,7 +14,6 @@ from protocol.wire.channel import (
     MAX_MESSAGE_BYTES,
     OTHER_BYTES,
     USUAL_REPORTS_BYTES,
-    in_messages,
     most_bytes_of,
 )
 from protocol.wire.messages import Reduced

@@ -12,10 +12,9 @@ from structlog.testing import capture_logs
 
 from lab.simulation.memory_transport import MemoryNetwork, MemoryTransport
 from node.exchange.codecs.registry import codec_named
-from node.exchange.giving import AT_ONCE, TIMES_EXPECTED, Push, Pushes, Turns
+from node.exchange.giving import AT_ONCE, TIMES_EXPECTED, Push, Pushes, Turns, turns_of
 from node.exchange.peers import Admission, TransferRefusedError, Waits, Want
 from node.exchange.round.state import Rules
-from node.exchange.runner import turns_of
 from protocol.wire.payload import Payload, PayloadHeader, WireCounts
 from protocol.wire.rounds import NodeId, PeerAddress, RosterEntry
 from protocol.wire.vitals import LinkRates, LinkState

@@ -11,10 +11,7 @@ from protocol.errors import (
     TemporaryError,
     UnavailableError,
 )
-from protocol.wire.channel import (
-    RETRY_CAP_SECONDS,
-    retried,
-)
+from protocol.wire.channel import RETRY_CAP_SECONDS, retried
 
 
 async def test_a_call_is_retried_with_growing_jitter_while_it_is_wanted() -> None:

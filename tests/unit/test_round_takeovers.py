@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-from node.exchange.round.admission import contradicted, refusal
 from node.exchange.round.state import (
     Committed,
     Links,
@@ -14,6 +13,8 @@ from node.exchange.round.state import (
     ResultUndecodable,
     Tell,
     TimePassed,
+    contradicted,
+    refusal,
 )
 from node.exchange.round.transition import step
 from protocol.wire.findings import ResultRefused

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from node.exchange.reduction import Reduction, SliceResult
-from node.exchange.round.admission import refusal
 from node.exchange.round.state import (
     Action,
     Awaited,
@@ -39,6 +38,7 @@ from node.exchange.round.state import (
     SliceState,
     Tell,
     TimePassed,
+    refusal,
 )
 from protocol.wire.findings import LeftOutSeen, ResultRefused
 from protocol.wire.messages import (

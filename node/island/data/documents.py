@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
 
-from node.island.data.extras import needs_package
+from node.installed import needs_package
 from node.island.data.inputs import KINDS, SOME_OF_A_FOLDER, Kind, is_compressed, suffix_of
 from node.island.data.records import Document, columns_of, document_of, kind_in_words
 from protocol.errors import BadDataError

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from node.island.data.extras import needs_package
+from node.installed import needs_package
 from node.island.data.manifest import FileEntry, piece_digests
 from protocol.errors import AtollError, BadDataError, UnavailableError
 from protocol.files.durable import make_folder, write_atomically

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from node.installed import needs_package
 from node.island.data.documents import DOCUMENT_BYTES, LONGEST_LINE_BYTES
-from node.island.data.extras import needs_package
 from node.island.data.manifest import TOKENIZER_FILE
 from node.island.data.records import Document
 from protocol.errors import BadDataError, ConfigError, NoInputError, UsageError
