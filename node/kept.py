@@ -1,7 +1,6 @@
 """The models that a node's folder holds: listed, and read for export, sampling and forks; running or not."""
 
 import json
-import shlex
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -191,7 +190,7 @@ def refuse_what_nobody_gives(folder: Path, over: "RunOver") -> None:
     ):
         return
     held = f"a state of round {newest}" if newest else "no state of the run"
-    export = f"; what is here: atoll export OUT --dir {shlex.quote(str(folder))}" if newest else ""
+    export = f"; what is here: atoll export OUT --dir {as_typed(folder)}" if newest else ""
     raise IncompleteError(
         f"the run is over ({over.why}), and no member is here that holds its final state, of round "
         f"{over.last_round}: this folder holds {held}",

@@ -173,7 +173,7 @@ def _refuse_less_than_a_batch(spec: RunSpec, path: Path) -> None:
             f"{path}: [inner] batch is {spec.inner.batch}, and {spec.data.function} gave {num_samples} "
             "samples to train on when the run was described: no node could start",
             next_step="lower batch; or where it gives more by now: 'atoll node describe "
-            f"{path.parent} --force --from FOLDER', with its code",
+            f"{as_typed(path.parent)} --force --from FOLDER', with its code",
         )
 
 

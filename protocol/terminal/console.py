@@ -147,11 +147,10 @@ def _blame(error: Exception) -> int:
     where = f"{named}: " if named else ""
     next_step = NEXT_STEP_FOR_REFUSAL[number]
     if number in _REFUSALS_OF_FILES and isinstance(named, str):
-        from protocol.files.durable import (
-            whose_it_is,  # which other systems than Linux cannot import
-        )
+        with contextlib.suppress(ImportError):  # Windows has not what it takes
+            from protocol.files.durable import whose_it_is
 
-        next_step = whose_it_is(Path(named)) or next_step
+            next_step = whose_it_is(Path(named)) or next_step
     _complain(f"the machine refuses: {where}{what}", next_step)
     return ExitCode.SYSTEM
 
