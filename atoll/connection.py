@@ -8,6 +8,7 @@ import json
 import mmap
 import os
 import select
+import shlex
 import socket
 import struct
 import time
@@ -103,7 +104,7 @@ class Connection:
                 if time.monotonic() >= give_up_at or not is_alive():
                     raise NoNodeError(
                         f"no node with a door for training loops runs in {folder}",
-                        next_step=f"start it: atoll node start --loop --dir {folder}",
+                        next_step=f"start it: atoll node start --loop --dir {shlex.quote(str(folder))}",
                     ) from error
             except BaseException:
                 link.close()

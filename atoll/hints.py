@@ -3,6 +3,7 @@
 When one holds is found out by atoll.session, and for what happens in a round by atoll.watch.
 """
 
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -56,14 +57,17 @@ def new_moments(round: int, *, kept: str) -> str:
 
 def nothing_to_train(seconds: float, folder: Path) -> str:
     """That no plan has come for so long."""
-    return f"nothing to train for {seconds:g} s: 'atoll status --dir {folder}' says what the swarm waits for"
+    return (
+        f"nothing to train for {seconds:g} s; what the swarm waits for: "
+        f"atoll status --dir {shlex.quote(str(folder))}"
+    )
 
 
 def no_node(folder: Path, seconds: float) -> str:
     """That there is nothing to join yet."""
     return (
         f"no node with a door for training loops runs in {folder} yet, so this waits up to {seconds:g} s "
-        f"for one: atoll node start --loop --dir {folder}"
+        f"for one: atoll node start --loop --dir {shlex.quote(str(folder))}"
     )
 
 

@@ -290,16 +290,20 @@ class Swarm:
             )
         if tokens > leased and not self._has_warned:
             self._has_warned = True
+            ranks = self._ranks.world_size
+            spread = f", spread over {ranks} ranks" if ranks > 1 else ""
             what = " times [model] context"
             instead = "make the run with this loop's batch and context"
             if self.run.context == 1:
                 what = ""
-                instead = "tell samples, not their tokens, or make the run with this loop's batch"
+                instead = (
+                    f"make the run with this loop's batch ('atoll init … --batch {tokens * ranks}'), or "
+                    "tell samples if these are their tokens"
+                )
             self._session.log.tell(
                 logging.WARNING,
-                f"a step of this loop has {tokens} {self._counted} on a rank, and only {leased} of them "
-                f"weigh in the swarm: the run's [inner] batch{what}, over {self._ranks.world_size} ranks; "
-                f"{instead}",
+                f"a step of this loop has {tokens} {self._counted}, and only {leased} of them weigh in the "
+                f"swarm: the run's [inner] batch{what}{spread}; {instead}",
             )
         return tokens
 

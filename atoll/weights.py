@@ -285,7 +285,8 @@ def check_model(model: nn.Module, places: Sequence[Place], *, may_be_frozen: boo
         if isinstance(tensor, nn.Parameter) and not (tensor.requires_grad or may_be_frozen):
             raise ModelMismatchError(
                 f"the run trains {place.name}, and it is frozen in this model",
-                next_step="call requires_grad_(True) on it, or bring what the run freezes too",
+                next_step="call requires_grad_(True) on it, and freeze it after join if it is to rest then; "
+                "or bring what the run freezes too",
             )
     check_trains_no_more(model, places)
 
@@ -306,7 +307,9 @@ def check_shapes(
         raise ModelMismatchError(
             f"the run trains {listed((p.name, p.shape) for p in absent)}, and this model has no such tensor"
             + (f"; what it trains is {listed(besides)}" if besides else ""),
-            next_step="bring the model that the run was made for, and let it have those tensors until the "
+            next_step=_AS_THE_RUN_ADAPTS
+            if all(_is_of_adapter(place.name) for place in absent)
+            else "bring the model that the run was made for, and let it have those tensors until the "
             "loop has left",
         )
     for place in places:
@@ -314,8 +317,21 @@ def check_shapes(
         if (shape or _SCALAR) != place.shape:
             raise ModelMismatchError(
                 f"{place.name} is {list(shape)} in this model and {list(place.shape)} in the run",
-                next_step="bring a model of the run's sizes, and do not change them until the loop has left",
+                next_step=_AS_THE_RUN_ADAPTS
+                if _is_of_adapter(place.name)
+                else "bring a model of the run's sizes, and do not change them until the loop has left",
             )
+
+
+_AS_THE_RUN_ADAPTS = (
+    "call get_peft_model as the run does, by the rank and the targets under [lora] in its run.toml "
+    '(target_modules="all-linear" where it has none) and with the adapter\'s usual name'
+)
+
+
+def _is_of_adapter(name: str) -> bool:
+    """Whether peft gives such a name."""
+    return ".lora_" in name
 
 
 def _memory_of(tensor: Tensor) -> tuple[int, int]:
@@ -330,7 +346,7 @@ def _memory_of(tensor: Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), tensor.numel()
 
 
-def check_trains_no_more(model: nn.Module, places: Iterable[Place]) -> None:
+def check_trains_no_more(model: nn.Module, places: Sequence[Place]) -> None:
     """Raises ModelMismatchError where the model trains what the run does not.
 
     As one does whose layers are unfrozen, or added, while the loop goes on: each node would have its own.
@@ -338,7 +354,10 @@ def check_trains_no_more(model: nn.Module, places: Iterable[Place]) -> None:
     if more := _trained_besides(model, tensors_of(model, places)):
         raise ModelMismatchError(
             f"this model trains {listed(more)}, which the run does not",
-            next_step="freeze it with requires_grad_(False), or bring the run's model; "
+            next_step="freeze it with requires_grad_(False), or leave out of LoraConfig what the run's has "
+            "not, as use_dora, bias or modules_to_save"
+            if any(_is_of_adapter(place.name) for place in places)
+            else "freeze it with requires_grad_(False), or bring the run's model; "
             "load_state_dict(assign=True) unties what was tied",
         )
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import secrets
-import shlex
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext
@@ -60,7 +59,7 @@ from coordinator.streams import Telemetry
 from coordinator.swarm.state import KEPT_ROUNDS, SwarmState
 from coordinator.swarm.transition import Transition
 from protocol.errors import BadDataError, UnavailableError
-from protocol.files.durable import LOCK_NAME, require_ours
+from protocol.files.durable import LOCK_NAME, as_typed, require_ours
 from protocol.service.beside import beside
 from protocol.service.notify import ServiceManager, stop_signals
 from protocol.terminal.console import say
@@ -459,7 +458,7 @@ async def _serve(
         if coordinator.dashboard_port is not None:
             link = page_link(directory, config, coordinator.dashboard_port)
             log.write(f"page: {link}\n")
-        named = shlex.quote(str(directory))
+        named = as_typed(directory)
         log.write(f"invite a node: atoll invite create --dir {named}\n")
         log.write(f"watch the run: atoll status --watch --dir {named}\n")
         if not has_any(BackupRecords(directory).latest(), configured=config.backup):

@@ -25,7 +25,14 @@ from coordinator.backup import Backup, back_up, require_started
 from coordinator.config import CONFIG_FILE, Home
 from coordinator.remote_backup import RemoteCopies, Restored, back_up_to, is_remote
 from protocol.errors import AtollError, BadDataError, NoInputError, SystemRefusedError, UsageError
-from protocol.files.durable import expanded, make_folder, refusing, remove_folder, write_atomically
+from protocol.files.durable import (
+    as_typed,
+    expanded,
+    make_folder,
+    refusing,
+    remove_folder,
+    write_atomically,
+)
 from protocol.service.beside import heed_stdin
 from protocol.service.notify import stop_signals
 from protocol.v1 import status_pb2 as pb
@@ -334,7 +341,8 @@ def restore(source: str, directory: Path) -> Restored:
         raise UsageError(
             f"copies of {len(newest_of)} swarms lie at {source}: "
             f"{', '.join(str(one) for one in newest_of.values())}",
-            next_step=f"name one: atoll coordinator restore {copies.place(str(whole[-1]))} {directory}",
+            next_step=f"name one: atoll coordinator restore {as_typed(copies.place(str(whole[-1])))} "
+            f"{as_typed(directory)}",
         )
     try:
         return copies.restore(str(whole[-1]), directory)
@@ -344,7 +352,8 @@ def restore(source: str, directory: Path) -> Restored:
         older = copies.place(str(whole[-2]))
         raise BadDataError(
             error.what,
-            next_step=f"restore the one before: atoll coordinator restore {older} {directory}",
+            next_step=f"restore the one before: atoll coordinator restore {as_typed(older)} "
+            f"{as_typed(directory)}",
         ) from error
 
 

@@ -4,7 +4,6 @@ gRPC, TLS and SQLite are imported inside the commands, so that help and mistakes
 """
 
 import os
-import shlex
 import sys
 import time
 from contextlib import contextmanager
@@ -324,7 +323,7 @@ def restore_backup(source: str, directory: Path) -> None:
     )
     click.echo(
         f"next, where the run's coordinator runs nowhere else: atoll coordinator start "
-        f"{shlex.quote(str(directory))}"
+        f"{as_typed(directory)}"
     )
 
 
@@ -372,7 +371,7 @@ def rotate(
     ).make()
     whose = "the coordinator and its authority have" if with_authority else "the coordinator has"
     click.echo(f"{whose} other keys: number {number}; invites made before are useless")
-    click.echo(f"next: atoll coordinator start {shlex.quote(str(directory))}")
+    click.echo(f"next: atoll coordinator start {as_typed(directory)}")
 
 
 @coordinator.command()

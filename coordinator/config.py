@@ -51,9 +51,10 @@ from protocol.files.durable import (
 )
 from protocol.run.amendments import in_force, schedule_of
 from protocol.run.models import Section, layout_of, nearest_key
-from protocol.run.run_files import WHEN_MISSING, load_run_folder, validated
+from protocol.run.run_files import DESCRIPTION_FILE, WHEN_MISSING, load_run_folder, validated
 from protocol.run.run_spec import RunSection, RunSpec
 from protocol.run.schedule import Schedule
+from protocol.terminal import console
 from protocol.terminal.console import seconds_of, web_address_of
 from protocol.trust.credentials import (
     AUTHORITY_FILE,
@@ -258,7 +259,7 @@ class Home:
         home = cls(
             directory=directory,
             config=_load_config(directory / CONFIG_FILE),
-            run=load_run_folder(directory, RUN_FILE),
+            run=_load_run(directory),
             authorities_pem=_read(directory / AUTHORITY_FILE),
             issuer=Issuer(
                 certificate_pem=_first_of(directory / ISSUER_FILE),
@@ -529,6 +530,26 @@ def _load_config(path: Path) -> CoordinatorConfig:
         raise ConfigError(
             f"{path}: {_first_problem(error)}", next_step=f"correct it; the keys are {known}"
         ) from error
+
+
+def _load_run(directory: Path) -> RunSpec:
+    if not (directory / DATABASE_NAME).is_file():
+        return load_run_folder(directory, RUN_FILE)
+    # With gRPC, which `init` goes without.
+    from coordinator.store import may_have_begun, write_lost_anew
+
+    for path in write_lost_anew(directory / RUN_FILE):
+        console.say(f"{path} was gone, and is written anew from {DATABASE_NAME}", err=True)
+    try:
+        return load_run_folder(directory, RUN_FILE)
+    except ConfigError as error:
+        if may_have_begun(directory):
+            error.next_step += (
+                f"; or remove {directory / RUN_FILE} and {DESCRIPTION_FILE} beside it: "
+                f"'atoll coordinator start {as_typed(directory)}' then writes them anew, as {DATABASE_NAME} "
+                "has them"
+            )
+        raise
 
 
 def _first_problem(error: ValidationError) -> str:

@@ -13,7 +13,7 @@ import click
 
 from coordinator.presets.cost import CongestionControl
 from protocol.errors import AtollError, UsageError
-from protocol.files.durable import expanded
+from protocol.files.durable import as_typed, expanded
 from protocol.terminal import console
 from protocol.terminal.console import PathAtHome
 
@@ -488,7 +488,7 @@ def _tell(directory: Path, home: "Home", new: "NewRun", start: dict[str, str]) -
         f" (to change it: advertise in {directory / 'coordinator.toml'})"
     )
     click.echo(f"next: look through {directory / 'run.toml'}, then")
-    click.echo(f"  atoll coordinator start {shlex.quote(str(directory))}")
+    click.echo(f"  atoll coordinator start {as_typed(directory)}")
     if "before" in start:
         click.echo(f"each data holder makes tokens of its own once\n  {start['before']}")
     if start["nodes"] != "atoll node start" or "first_weights" in start:

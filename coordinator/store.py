@@ -7,6 +7,7 @@ with the first state: one that was changed since is refused by key and value.
 
 import json
 import sqlite3
+import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -14,7 +15,7 @@ from itertools import count, pairwise
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
 from coordinator import round_rows
 from coordinator.database import (
@@ -49,8 +50,15 @@ from coordinator.swarm.state import (
 from coordinator.swarm.steering import with_rulings
 from coordinator.swarm.transition import initial_state
 from protocol.errors import ConfigError
-from protocol.files.durable import as_typed
+from protocol.files.durable import as_typed, toml_of, write_atomically
 from protocol.run.amendments import AMENDABLE
+from protocol.run.run_files import (
+    DESCRIPTION_FILE,
+    description_file,
+    run_from_json,
+    tables_of,
+    validated_file,
+)
 from protocol.run.run_spec import RunSpec
 from protocol.trust.rulings import SignedRuling, ruling_from_json
 from protocol.v1 import round_pb2
@@ -139,6 +147,42 @@ def may_have_begun(folder: Path) -> bool:
             return connection.execute("SELECT 1 FROM swarm").fetchone() is not None
     except sqlite3.Error:
         return True
+
+
+def write_lost_anew(run_file: Path) -> list[Path]:
+    """Writes a run file that is gone, or its description, as the database beside it has them; returns which.
+
+    Only of a run that has begun, and only where what is written reads as the run that its state is of: else
+    nothing is, and who loads the file says that it is not there.
+    """
+    described_in = run_file.with_name(DESCRIPTION_FILE)
+    if (run_file.exists() and described_in.exists()) or not may_have_begun(run_file.parent):
+        return []
+    database = run_file.with_name(DATABASE_NAME).absolute()
+    try:
+        with closing(sqlite3.connect(f"{database.as_uri()}?mode=ro", uri=True)) as connection:
+            state, kept = row_of(connection, "swarm"), row_of(connection, "run_file")
+        if state is None or kept is None:
+            return []
+        run = run_from_json(kept[1])
+        text = toml_of(tables_of(run))
+        written = validated_file(tomllib.loads(text), origin=DATABASE_NAME)
+        written = written.model_copy(update={"description": run.description})
+        if written.digest() != _STATE.validate_json(state[1])[0].run_digest:
+            return []
+    except (sqlite3.Error, ValidationError, ConfigError):  # the start says what is wrong with it
+        return []
+    lost = {}
+    if run.description is not None and not described_in.exists():
+        lost[described_in] = description_file(run)
+    if not run_file.exists():
+        header = (
+            f"# Written from {DATABASE_NAME}, since the file was gone. Defaults are left out.\n\n"
+        )
+        lost[run_file] = (header + text).encode()
+    for path, data in lost.items():
+        write_atomically(path, data)
+    return list(lost)
 
 
 def _value(value: object) -> str:

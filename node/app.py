@@ -22,6 +22,7 @@ from node.config import (
     SNAPSHOTS_FOLDER,
     NodeSettings,
 )
+from node.disk.history import History
 from node.island.checkpoints.folder import CHECKPOINTS_FOLDER
 from node.island.data.opening import data_here
 from node.island.data.places import DataPlaces, check_reach, reads_in_words
@@ -45,6 +46,7 @@ from node.machine.placement import (
     what_a_start_checks,
 )
 from node.outer_state import tell_leftovers
+from node.records import Records
 from node.stopping import NotSavedError, StopSignals
 from protocol.errors import AtollError, NoInputError, NotPermittedError
 from protocol.files.durable import LOCK_NAME, FolderLock, require_ours
@@ -164,6 +166,10 @@ async def _run(
             refuse_small_helper(link.rules, hardware)
         else:
             _refuse_or_tell(folder, settings, link.rules, hardware)
+        num_ranks = 0 if is_helper else settings.ranks_here
+        Records.of(
+            folder, settings, spec, rules=link.rules, history=History(None), num_ranks=num_ranks
+        ).require_room()  # the daemon asks again, for the ranks that there come to be
         log.info(
             "run", name=spec.run.name, rounds=spec.run.rounds, coordinator=credentials.endpoint
         )

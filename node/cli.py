@@ -19,7 +19,7 @@ from node.config import (
 )
 from node.installed import HELPER, require_installed
 from protocol.errors import NotPermittedError
-from protocol.files.durable import FolderLock
+from protocol.files.durable import FolderLock, as_typed
 from protocol.service.unit import PRINT, SYSTEM, install_service
 from protocol.terminal.console import PathAtHome, as_seconds, say
 from protocol.terminal.lazy_group import WholeGroup
@@ -414,7 +414,7 @@ def fork(round: int, to: Path, folder: Path | None, keep_progress: bool) -> None
             f"momentum and the samples that are left; {spec.run.rounds} rounds are to come"
         )
     click.echo(f"next: change {to / RUN_FILE} as you like, then on the coordinator's machine")
-    click.echo(f"  atoll init NEWDIR --run {to / RUN_FILE}")
+    click.echo(f"  atoll init NEWDIR --run {as_typed(to / RUN_FILE)}")
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from node.cli import DIRECTORY, MAX_UPLOAD
 from node.config import OF_HELPERS
 from node.installed import HELPER, NODE, require_installed
 from protocol.errors import AtollError
+from protocol.files.durable import as_typed
 from protocol.trust.credentials import find_home
 from protocol.trust.invite import Invite
 from protocol.trust.pki import Role
@@ -72,7 +73,7 @@ def join(
     )
     if (credentials.host, credentials.enrolment_port) != (given.host, given.port):
         click.echo("the coordinator has moved: a member that the invite names knew where to")
-    suffix = f" --dir {shlex.quote(str(folder))}" if folder is not None else ""
+    suffix = f" --dir {as_typed(folder)}" if folder is not None else ""
     if credentials.principal.role is Role.VIEWER:
         click.echo(f"joined '{credentials.run_name}' at {credentials.endpoint} as a viewer")
         click.echo(f"next: atoll status --watch{suffix}")

@@ -1,7 +1,6 @@
 """The models that a node's folder holds: listed, and read for export, sampling and forks; running or not."""
 
 import json
-import shlex
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -60,7 +59,12 @@ def keep_run(folder: Path, spec: RunSpec) -> None:
 def kept_run(folder: Path) -> RunSpec:
     """The run file that was kept, which must be there. Raises BadDataError where it is damaged."""
     with _telling_damage(folder / RUN_FILE, or_else=_OF_ANOTHER):
-        return run_from_json((folder / RUN_FILE).read_text(encoding="utf-8"))
+        kept = (folder / RUN_FILE).read_text(encoding="utf-8")
+        spec = run_from_json(kept)
+        # All keys stand there: of one that is missing the default would be read, which is another run.
+        if json.loads(kept) != json.loads(spec.canonical_json()):
+            raise ValueError("keys are missing")
+        return spec
 
 
 _OF_ANOTHER = f"copy {RUN_FILE} from another node's folder, where it is the same"
@@ -186,7 +190,7 @@ def refuse_what_nobody_gives(folder: Path, over: "RunOver") -> None:
     ):
         return
     held = f"a state of round {newest}" if newest else "no state of the run"
-    export = f"; what is here: atoll export OUT --dir {shlex.quote(str(folder))}" if newest else ""
+    export = f"; what is here: atoll export OUT --dir {as_typed(folder)}" if newest else ""
     raise IncompleteError(
         f"the run is over ({over.why}), and no member is here that holds its final state, of round "
         f"{over.last_round}: this folder holds {held}",

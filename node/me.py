@@ -1,6 +1,5 @@
 """`atoll me`: what this folder's node has given to its run."""
 
-import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -8,6 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from protocol.errors import NoInputError, OtherSwarmError, UnavailableError, UsageError
+from protocol.files.durable import as_typed
 from protocol.terminal import console
 from protocol.terminal.query import StatusLink, dir_option, json_option
 
@@ -136,7 +136,7 @@ def refusal(
         )
     return NoInputError(
         f"the {role} of {home} has not taken part in {answer.run.run_name} yet",
-        next_step=f"start it: atoll {role} start --dir {shlex.quote(str(home))}",
+        next_step=f"start it: atoll {role} start --dir {as_typed(home)}",
     )
 
 

@@ -63,9 +63,6 @@ held on to nothing ended 0.2 to 2.9 % lower where results were late by less than
 outer momenta up to this one: what they hold on to keeps them apart (benchmarks.learning.overlap
 --by-nodes)."""
 
-MERGES_BY_MOMENTUM = ("centred-clipping", "trust")
-"""Which sgd, without any, cannot have."""
-
 SOME_EXCHANGES, MANY_EXCHANGES = 32, 1000
 """From so many of each parameter on an outer momentum of 0.6, and the published 0.9. In 16 exchanges 0.3 was
 best here; in 50, 0.5 to 0.8 ended alike (benchmarks.convergence, "outer" and "tuning")."""
@@ -371,8 +368,7 @@ def _outer(case: _Case) -> list[Told]:
         if case.taken.exchanges >= MANY_SPARSE_EXCHANGES:
             momentum, lost = 0.5, reasons.MORE_MOMENTUM_FOR_SPARSE
         return _outer_step("nesterov", 1.0, momentum, why, why, lost)
-    told = bool(case.given.get(("outer", "momentum")))
-    wants_momentum = told or case.given.get(("outer", "merge")) in MERGES_BY_MOMENTUM
+    wants_momentum = bool(case.given.get(("outer", "momentum")))
     if case.goes_on_by_adamw and not is_sparse:
         return _outer_step("nesterov", 0.7, 0.6, reasons.WEIGHTS, reasons.WEIGHTS, reasons.WEIGHTS)
     if (is_sparse or case.is_often) and not (wants_momentum or case.blends):
@@ -395,8 +391,7 @@ def _outer(case: _Case) -> list[Told]:
     else:
         rate, why_rate = 0.6 if nodes < 8 else 0.8, f"usual for {nodes} nodes with momentum 0.9"
         momentum, why = 0.9, f"{often}: many enough for the published one"
-    given_why = "momentum is given" if told else "the merge goes by it"
-    why_optimizer = f"{given_why}, and sgd has none" if wants_momentum else "for dense codecs"
+    why_optimizer = "momentum is given, and sgd has none" if wants_momentum else "for dense codecs"
     return _outer_step("nesterov", rate, momentum, why_optimizer, why_rate, why)
 
 

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from coordinator.presets.choosing import (
     BLENDS,
     FEW_NODES,
-    MERGES_BY_MOMENTUM,
     OFTEN_STEPS,
     OFTEN_STEPS_OF_MORE,
     SOME_EXCHANGES,
@@ -86,8 +85,7 @@ def _momentum_of(run: RunSpec) -> float:
 
 def _of_momentum(run: RunSpec, *, interval: int, exchanges: int) -> Iterator[str]:
     momentum = _momentum_of(run)
-    may_be_blended = run.exchange.overlap == "blend" and run.inner.optimizer == BLENDS
-    if may_be_blended or run.outer.merge in MERGES_BY_MOMENTUM:
+    if run.exchange.overlap == "blend" and run.inner.optimizer == BLENDS:
         return
     # Between this and OFTEN_STEPS it costs no more than seeds differ.
     if interval <= OFTEN_STEPS_OF_MORE:

@@ -16,6 +16,7 @@ from typing import Any
 
 from coordinator.presets.cost import CongestionControl
 from protocol.errors import UsageError
+from protocol.files.durable import as_typed
 from protocol.run.models import FUNCTION_NAME
 from protocol.run.run_files import Asked
 from protocol.run.run_spec import RunSpec
@@ -214,8 +215,8 @@ def _refuse_two_kinds_of_data(wanted: Wanted) -> None:
         raise UsageError(
             f"--tokenizer {wanted.tokenizer} has no effect without --private: other tokens have theirs "
             "beside them",
-            next_step=f"make tokens with it: atoll data prepare TEXT… --tokenizer {wanted.tokenizer} "
-            "--out tokens; then add --data tokens",
+            next_step="make tokens with it: atoll data prepare TEXT… --tokenizer "
+            f"{as_typed(wanted.tokenizer)} --out tokens; then add --data tokens",
         )
 
 

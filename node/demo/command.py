@@ -7,7 +7,6 @@ language model on the Python standard library's own source.
 import itertools
 import os
 import re
-import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +25,7 @@ from protocol.errors import (
     TemporaryError,
     UnavailableError,
 )
+from protocol.files.durable import as_typed
 from protocol.run.run_files import load_run_file
 from protocol.terminal.console import (
     PathAtHome,
@@ -375,7 +375,7 @@ class _Demonstration:
             "it writes:",
             *(f"  {line}" for line in printable(text, most=4000).splitlines()),
             "next:",
-            f"  atoll sample --dir {shlex.quote(str(self.folder / 'node-1'))} --prompt 'class '",
+            f"  atoll sample --dir {as_typed(self.folder / 'node-1')} --prompt 'class '",
             "  atoll init my-run      # a run of your own: README.md goes on from there",
         ]
 

@@ -124,42 +124,6 @@ def weighted_sum(
     return sums
 
 
-def trimmed_mean(
-    contributions: Sequence[Vector | Encoded],
-    coefficients: Sequence[float],
-    *,
-    num_trimmed: int,
-    passes: Passes = ONE_PASS,
-) -> Vector:
-    """Of each element the weighted mean [n] of the values that are left without the extreme ones.
-
-    The smallest and the largest `num_trimmed` are dropped (Yin et al. 2018, "Byzantine-Robust Distributed
-    Learning", section 4); the others count by their coefficients, whose sum stays what it is with all.
-    So each element lies within what the middle contributions say. A tile of each contribution is in
-    memory at once.
-    """
-    num_elements, num = _size_of(contributions), len(contributions)
-    whole = np.float32(math.fsum(coefficients))
-    weights = np.array(coefficients, dtype=np.float32)
-    readers = [_tile_reader(index, values) for index, values in enumerate(contributions)]
-    result = np.empty(num_elements, dtype=np.float32)
-
-    def trim(first: int, past: int, scratch: Vector) -> None:
-        values = np.stack([reader(first, past, scratch).copy() for reader in readers])
-        kept = np.argsort(values, axis=0, kind="stable")[num_trimmed : num - num_trimmed]
-        sums = np.zeros(past - first, dtype=np.float32)
-        weight = np.zeros(past - first, dtype=np.float32)
-        for row in kept:
-            own = weights[row]
-            sums += own * np.take_along_axis(values, row[None], axis=0)[0]
-            weight += own
-        np.divide(sums, weight, out=sums, where=weight > 0)
-        np.multiply(sums, whole, out=result[first:past])
-
-    passes.tiles.each_tile(num_elements, trim, unit=passes.unit)
-    return result
-
-
 def stretched_to(norm: float, mean: Vector, *, most: float, passes: Passes = ONE_PASS) -> Vector:
     """A mean [n] made as long as its contributions are on average, which is `norm`; in place.
 
@@ -176,19 +140,6 @@ def stretched_to(norm: float, mean: Vector, *, most: float, passes: Passes = ONE
     if own == 0:
         return mean
     return np.multiply(mean, np.float32(min(norm / own, most)), out=mean)
-
-
-def read_each(
-    contributions: Sequence[Vector | Encoded], watch: Watch, *, passes: Passes = ONE_PASS
-) -> None:
-    """Shows `watch` all contributions, tile by tile. Raises UndecodableError."""
-    readers = [_tile_reader(index, values) for index, values in enumerate(contributions)]
-
-    def show(first: int, past: int, scratch: Vector) -> None:
-        for index, reader in enumerate(readers):
-            watch(index, first, reader(first, past, scratch))
-
-    passes.tiles.each_tile(_size_of(contributions), show, unit=passes.unit)
 
 
 def norm_of(values: Vector, *, passes: Passes = ONE_PASS) -> float:

@@ -282,11 +282,7 @@ class Outer:
     def _merging_on(self, span: slice) -> Merging:
         """How contributions to a slice are merged in the next round, as the state now has it."""
         merging = self.rules_in(self.round + 1).merging
-        centre = None
-        if merging.goes_by_momentum:
-            centre = self._optimizer.usual_mean(self._momentum[span])
-        norm = partial(norm_of, self._parameters[span])
-        return replace(merging, centre=centre, norm_of_parameters=norm)
+        return replace(merging, norm_of_parameters=partial(norm_of, self._parameters[span]))
 
     def check_result(
         self, payload: Payload, own: Payload | None = None, *, drawn: int = 0

@@ -35,10 +35,6 @@ class OuterOptimizer(ABC):
     def __init__(self, *, learning_rate: float) -> None:
         self._learning_rate = np.float32(learning_rate)
 
-    @abstractmethod
-    def usual_mean(self, momentum: Vector) -> Vector | None:
-        """What means [n] were lately, on average, by this momentum [n]; None where it keeps none."""
-
     def apply(
         self,
         parameters: Vector,
@@ -99,10 +95,6 @@ class Nesterov(OuterOptimizer):
         super().__init__(learning_rate=learning_rate)
         self._momentum = np.float32(momentum)
 
-    def usual_mean(self, momentum: Vector) -> Vector | None:
-        """The momentum is a sum in which a mean of k rounds ago counts mu ** k: times 1 - mu an average."""
-        return momentum * (np.float32(1) - self._momentum)
-
     def _move(
         self, parameters: Vector, momentum: Vector, mean: Vector, learning_rate: np.float32
     ) -> None:
@@ -113,10 +105,6 @@ class Sgd(OuterOptimizer):
     """Plain SGD, p = p - lr * g, which leaves momentum alone. Sparse codecs want it."""
 
     moves_momentum = False
-
-    def usual_mean(self, momentum: Vector) -> Vector | None:
-        """It keeps no momentum."""
-        return None
 
     def _move(
         self, parameters: Vector, momentum: Vector, mean: Vector, learning_rate: np.float32

@@ -472,23 +472,20 @@ class Owing:
                 "this node's work moves the weights more than twice as far as the others' does, or "
                 "against most of it"
             )
-            next_step = (
+            otherwise = (
                 "give this node the learning rate, the tokens of a step and the data that the others "
                 "have; a training loop sets its own rate, and swarm.learning_rate is the run's"
             )
         else:
             far = "this round moves the weights further than a round may after those before it"
-            next_step = (
-                "nothing, if it passes; else ask the run owner to lower the learning rates by "
-                "'atoll run amend'"
-            )
+            otherwise = "ask the run owner to lower the learning rates by 'atoll run amend'"
         log.warning(
             f"{far}: the swarm has not taken all of it, and the rest is let go",
             round=commit.round,
             fragment=commit.fragment,
             rounds_of_work=float(f"{rounds:.2g}"),
             by_this_process=float(f"{self.let_go_rounds:.3g}"),
-            next_step=next_step,
+            next_step=f"nothing, if it passes; else {otherwise}",
         )
 
     def _settle_taken(self, outcome: SliceOutcome, span: slice, encoded: Opened) -> None:

@@ -19,11 +19,8 @@ from node.exchange.mean import (
     UndecodableError,
     cosines_among,
     largest_norm,
-    norm_of,
-    read_each,
     shares,
     stretched_to,
-    trimmed_mean,
     weighted_sum,
 )
 from node.exchange.screening import (
@@ -32,13 +29,9 @@ from node.exchange.screening import (
     Verdict,
     allowances,
     bounded_weights,
-    centred_factors,
     contradicted,
-    num_trimmed,
-    quantised,
     screened,
     tokens_of_late,
-    trust_factors,
     votes_about,
 )
 from node.outer_state import Vector
@@ -144,14 +137,8 @@ class Merging:
     is_audited: bool = False
     most_weight: float | None = None  # the part of a mean that may be of one data holder
     missed: Mapping[NodeId, int] = field(default_factory=dict)  # see `missed_in_a_row`
-    centre: Vector | None = None  # [slice]: the average contribution, by the outer momentum
     norm_of_parameters: Callable[[], float] | None = None
     """Of the slice: what no training exceeds by as much; None: nothing is too large."""
-
-    @property
-    def goes_by_momentum(self) -> bool:
-        """Whether contributions are compared with what means were lately."""
-        return self.merge in ("centred-clipping", "trust")
 
 
 _AS_MEAN = Merging()
@@ -312,7 +299,15 @@ class Reduction:
             Encoded(codec=codec, body=self.contributions[sender].body, size=size) for sender in here
         ]
         weights, late = self._weights(here, by)
-        looked = _Look.at(bodies, by, shares(weights, late=late), passes)
+        squares = [BlockSums(size) for _ in here]
+        # Norms and, where nothing is cut, the mean come of one pass over the bodies.
+        mean = weighted_sum(
+            bodies,
+            shares(weights, late=late),
+            passes=passes,
+            watch=lambda index, first, tile: squares[index].take(first, tile),
+        )
+        norms = [each.norm() for each in squares]
         votes, not_here = self._votes(here)
         if by.is_screened:
             own = here.index(node_id) if node_id in here else None
@@ -324,10 +319,10 @@ class Reduction:
             if by.norm_of_parameters is not None:
                 largest = largest_norm(
                     size,
-                    asked_for=max(looked.norms),
+                    asked_for=max(norms),
                     norm_of_parameters=by.norm_of_parameters,
                 )
-            found = screened(looked.norms, allowed, own=own, votes=votes, largest=largest)
+            found = screened(norms, allowed, own=own, votes=votes, largest=largest)
             verdicts.update(zip(here, found, strict=True))
             if any(verdict.factor == 0 for verdict in found):
                 return None
@@ -337,10 +332,13 @@ class Reduction:
             verdicts.update({here[place]: verdict for place, verdict in against.items()})
             return None
         let_in = [verdicts[sender].factor / WHOLE for sender in here]
-        values, factors = looked.merged(bodies, let_in, weights, late, by, passes)
-        for sender, factor in zip(here, factors, strict=True):
-            verdicts[sender] = replace(verdicts[sender], factor=quantised(factor))
-        return _Merged(values=values, verdicts=verdicts, weighed=sum(weights) + late)
+        coefficients = shares(weights, late=late, factors=let_in)
+        if any(factor != 1 for factor in let_in):
+            mean = weighted_sum(bodies, coefficients, passes=passes)
+        if by.merge == "norm-preserving":
+            norm = math.fsum(c * n for c, n in zip(coefficients, norms, strict=True))
+            mean = stretched_to(norm, mean, most=math.sqrt(len(bodies)), passes=passes)
+        return _Merged(values=mean, verdicts=verdicts, weighed=sum(weights) + late)
 
     def _contradicted(
         self,
@@ -395,101 +393,3 @@ class Reduction:
             if bounded != every:
                 weights, late = bounded[: len(here)], sum(bounded[len(here) :])
         return weights, late
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Look:
-    """What one pass over encoded contributions finds: their norms and, where nothing is cut, their mean.
-
-    Honest rounds need no second pass over the bodies with `mean`, `agreeing` and `norm-preserving`.
-    """
-
-    norms: Sequence[float]
-    along: Sequence[float]  # products with the centre, where the merge goes by it
-    centre_norm: float
-    mean: Vector | None
-
-    @classmethod
-    def at(
-        cls, bodies: Sequence[Encoded], by: Merging, coefficients: Sequence[float], passes: Passes
-    ) -> "_Look":
-        size = bodies[0].size
-        squares = [BlockSums(size) for _ in bodies]
-        products = [BlockSums(size) for _ in bodies]
-        centre = by.centre if by.goes_by_momentum else None
-
-        def watch(index: int, first: int, tile: Vector) -> None:
-            squares[index].take(first, tile)
-            if centre is not None:
-                products[index].take(first, tile, centre[first : first + tile.size])
-
-        mean = None
-        if by.merge in ("mean", "agreeing", "norm-preserving"):
-            mean = weighted_sum(bodies, coefficients, passes=passes, watch=watch)
-        else:
-            read_each(bodies, watch, passes=passes)
-        return cls(
-            norms=[each.norm() for each in squares],
-            along=[each.total() for each in products],
-            centre_norm=0.0 if centre is None else norm_of(centre, passes=passes),
-            mean=mean,
-        )
-
-    def merged(
-        self,
-        bodies: Sequence[Encoded],
-        factors: Sequence[float],
-        weights: Sequence[int],
-        late: int,
-        by: Merging,
-        passes: Passes,
-    ) -> tuple[Vector, Sequence[float]]:
-        """What the run file's merge makes of them, and how much of each is in it."""
-        is_whole = all(factor == 1 for factor in factors)
-        summed = partial(weighted_sum, passes=passes)
-        coefficients = shares(weights, late=late, factors=factors)
-        match by.merge:
-            case "mean" | "agreeing" | "norm-preserving":
-                mean = (
-                    self.mean
-                    if is_whole and self.mean is not None
-                    else summed(bodies, coefficients)
-                )
-                if by.merge == "norm-preserving":
-                    norm = math.fsum(c * n for c, n in zip(coefficients, self.norms, strict=True))
-                    mean = stretched_to(norm, mean, most=math.sqrt(len(bodies)), passes=passes)
-                return mean, factors
-            case "trimmed-mean":
-                trimmed = num_trimmed(len(bodies))
-                if not is_whole:
-                    scaled = [
-                        _times(body, f, passes) for body, f in zip(bodies, factors, strict=True)
-                    ]
-                    whole = shares(weights, late=late)
-                    return trimmed_mean(scaled, whole, num_trimmed=trimmed, passes=passes), factors
-                return trimmed_mean(
-                    bodies, coefficients, num_trimmed=trimmed, passes=passes
-                ), factors
-            case "centred-clipping":
-                found = centred_factors(self.norms, self.along, self.centre_norm)
-                led = [quantised(each) / WHOLE for each in found]
-                coefficients = shares(weights, late=late, factors=led)
-                rest = math.fsum(shares(weights, late=late)) - math.fsum(coefficients)
-                if by.centre is None:
-                    return summed(bodies, coefficients), led
-                return summed([*bodies, by.centre], [*coefficients, rest]), led
-            case "trust":
-                trusted = trust_factors(self.norms, self.along, self.centre_norm)
-                factors = [quantised(f * t) / WHOLE for f, t in zip(factors, trusted, strict=True)]
-                # Who is not trusted weighs nothing; the others weigh what all would have.
-                scale = sum(weights) / math.fsum(
-                    weight * t for weight, t in zip(weights, trusted, strict=True)
-                )
-                coefficients = [
-                    scale * each for each in shares(weights, late=late, factors=factors)
-                ]
-                return summed(bodies, coefficients), factors
-
-
-def _times(body: Encoded, factor: float, passes: Passes) -> Vector | Encoded:
-    return body if factor == 1 else weighted_sum([body], [factor], passes=passes)

@@ -148,50 +148,6 @@ def quantised(factor: float) -> int:
     return int(min(1.0, max(0.0, factor)) * WHOLE)
 
 
-def num_trimmed(num_contributions: int) -> int:
-    """How many values a trimmed mean drops at each end: a quarter, and of three one."""
-    return 1 if num_contributions == FEWEST_FOR_A_MEDIAN else num_contributions // 4
-
-
-def centred_factors(
-    norms: Sequence[float], along: Sequence[float], centre_norm: float
-) -> list[float]:
-    """How far each contribution may lead away from the centre v: min(1, radius / |x - v|).
-
-    Karimireddy et al. 2021, "Learning from History for Byzantine Robust Optimization", algorithm 2, with
-    one iteration from the outer momentum's mean, and the median distance as the radius. `along` are the
-    products x * v.
-    """
-    distances = [
-        math.sqrt(max(0.0, norm * norm - 2 * product + centre_norm * centre_norm))
-        for norm, product in zip(norms, along, strict=True)
-    ]
-    radius = sorted(distances)[(len(distances) - 1) // 2]
-    return [1.0 if each <= radius else radius / each for each in distances]
-
-
-def trust_factors(
-    norms: Sequence[float], along: Sequence[float], centre_norm: float
-) -> list[float]:
-    """How much each contribution counts by its agreement with where the model has been going.
-
-    That is the cosine with the outer momentum: none against it, all from the median of the others on.
-    (Cao et al. 2021, "FLTrust", with the momentum as the trusted direction.) While there is no momentum
-    all count.
-    """
-    if centre_norm == 0:
-        return [1.0] * len(norms)
-    cosines = [
-        product / (norm * centre_norm) if norm > 0 else 0.0
-        for norm, product in zip(norms, along, strict=True)
-    ]
-    agreeing = sorted(cosine for cosine in cosines if cosine > 0)
-    if not agreeing:  # the model turns round, or most lie: nothing here says which
-        return [1.0] * len(norms)
-    usual = agreeing[(len(agreeing) - 1) // 2]
-    return [min(1.0, max(0.0, cosine) / usual) for cosine in cosines]
-
-
 def votes_about(
     votes: Sequence[int], *, not_here: int = 0, seed: bytes = b""
 ) -> list[Mapping[int, int]]:

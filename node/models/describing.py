@@ -35,7 +35,7 @@ from node.models.reading import (
 )
 from node.outer_state import Vector
 from protocol.errors import AtollError, BadDataError, CannotCreateError, NoInputError, UsageError
-from protocol.files.durable import refusal_to_write, write_atomically
+from protocol.files.durable import as_typed, refusal_to_write, write_atomically
 from protocol.run.models import (
     BYTES_VOCABULARY,
     FIRST_WEIGHTS,
@@ -394,8 +394,8 @@ def _look_at_text(paths: Sequence[str], notes: list[str]) -> dict[str, Any]:
             except NoInputError as error:
                 raise NoInputError(
                     error.what,
-                    next_step=f"make tokens of it once: atoll data prepare {path} --out tokens; then "
-                    "--data tokens",
+                    next_step=f"make tokens of it once: atoll data prepare {as_typed(path)} --out tokens; "
+                    "then --data tokens",
                 ) from error
     if not are_all_here:
         return {}
@@ -428,12 +428,12 @@ def _require_same_tokenizer(source: Path, tokens: Path, *, are_bytes: bool) -> N
     if are_bytes and theirs.is_file():
         raise BadDataError(
             f"the tokens in {tokens} are bytes, and the model in {source} has a tokenizer",
-            next_step=f"make them with it: atoll data prepare … --tokenizer {source} --out NEWDIR",
+            next_step=f"make them with it: atoll data prepare … --tokenizer {as_typed(source)} --out NEWDIR",
         )
     if ours.is_file() and theirs.is_file() and ours.read_bytes() != theirs.read_bytes():
         raise BadDataError(
             f"the tokens in {tokens} were made with another tokenizer than {theirs}",
-            next_step=f"make them with it: atoll data prepare … --tokenizer {theirs} --out NEWDIR",
+            next_step=f"make them with it: atoll data prepare … --tokenizer {as_typed(theirs)} --out NEWDIR",
         )
 
 
@@ -451,18 +451,19 @@ def _require_fitting_tokens(
                 f"the model in {source} is one of tokens, and there is no {TOKENIZER}",
                 next_step="name the one that data holders are to use with --tokenizer FILE",
             )
-        named = " ".join(asked.data)
+        named, typed = " ".join(asked.data), " ".join(map(as_typed, asked.data))
         why = f"--data {named} is no folder of them" if named else "no --data names any"
         raise UsageError(
             f"the model in {source} is one of tokens, and {why}",
-            next_step=f"make them once: atoll data prepare {named or 'TEXT…'} --tokenizer {source} "
+            next_step=f"make them once: atoll data prepare {typed or 'TEXT…'} --tokenizer {as_typed(source)} "
             "--out tokens; then --data tokens",
         )
     if (vocab_size or 0) > model_vocab_size:
         raise UsageError(
             f"the data have {vocab_size} different tokens, and the model in {source} "
             f"{model_vocab_size}",
-            next_step=f"make the tokens with its own tokenizer: atoll data prepare … --tokenizer {source}",
+            next_step="make the tokens with its own tokenizer: atoll data prepare … --tokenizer "
+            f"{as_typed(source)}",
         )
 
 

@@ -26,7 +26,7 @@ from protocol.files.durable import (
     write_atomically,
 )
 from protocol.run.models import FIRST_WEIGHTS, Beginning, Description
-from protocol.run.run_files import DESCRIPTION_FILE, description_file, validated_file
+from protocol.run.run_files import DESCRIPTION_FILE, description_file, tables_of, validated_file
 from protocol.run.run_spec import RunSpec
 
 if TYPE_CHECKING:
@@ -55,10 +55,8 @@ def fork(
     rulings = KeptRulings(model.spec, path=home / RULINGS_FILE)
     spec = rulings.spec_in(model.round + 1)
     name = f"{spec.run.name}-from-{model.round}"
-    tables = spec.model_dump(mode="json", exclude_defaults=True, exclude={"description"})
+    tables = tables_of(spec)
     tables["run"] = {**tables.get("run", {}), "name": name}
-    if spec.model.source != "decoder":
-        tables["model"]["source"] = spec.model.source
     beginning: Beginning | None = None
     momentum: Vector | None = None
     if told is not None:

@@ -213,7 +213,7 @@ def read_secret(path: Path) -> bytes:
     if mode & (stat.S_IRWXO | stat.S_IWGRP):
         raise NotPermittedError(
             f"others on this machine may read or change {path} (mode {mode:03o}), which is secret",
-            next_step=f"type 'chmod 600 {path}'; if somebody may have read it, make a new one",
+            next_step=f"type 'chmod 600 {as_typed(path)}'; if somebody may have read it, make a new one",
         )
     return path.read_bytes()
 
@@ -229,8 +229,13 @@ def expanded(path: Path | str) -> Path:
 
 
 def as_typed(path: Path | str) -> str:
-    """The path as a person types it behind a command: in quotes, where a shell would take it apart."""
-    return shlex.quote(str(path))
+    """The path as a person types it behind a command: in quotes, where a shell would take it apart.
+
+    Double ones where they do: commands within sentences stand in single ones.
+    """
+    text = str(path)
+    quoted = shlex.quote(text)
+    return quoted if quoted == text or set('"$`\\!') & set(text) else f'"{text}"'
 
 
 def user_cache() -> Path | None:

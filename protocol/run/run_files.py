@@ -88,6 +88,14 @@ def validated_file(tables: dict[str, Any], *, origin: str) -> RunSpec:
     return spec
 
 
+def tables_of(spec: RunSpec) -> dict[str, Any]:
+    """What a run.toml of the run says: its description lies beside it, and defaults stand for themselves."""
+    tables = spec.model_dump(mode="json", exclude_defaults=True, exclude={"description"})
+    if spec.model.source != "decoder":  # what it is told from the others by
+        tables["model"]["source"] = spec.model.source
+    return tables
+
+
 DESCRIPTION_FILE = "description.json"
 """Beside a run.toml whose model was built to be known (`atoll node describe`)."""
 
@@ -165,7 +173,7 @@ def _refuse_less_than_a_batch(spec: RunSpec, path: Path) -> None:
             f"{path}: [inner] batch is {spec.inner.batch}, and {spec.data.function} gave {num_samples} "
             "samples to train on when the run was described: no node could start",
             next_step="lower batch; or where it gives more by now: 'atoll node describe "
-            f"{path.parent} --force --from FOLDER', with its code",
+            f"{as_typed(path.parent)} --force --from FOLDER', with its code",
         )
 
 
@@ -194,10 +202,14 @@ def description_beside(folder: Path) -> dict[str, Any] | None:
     try:
         return dict(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:
-        raise ConfigError(
-            f"{path} cannot be read: {error}",
-            next_step=f"make it anew: 'atoll node describe {as_typed(folder)} --force'",
-        ) from error
+        raise _not_a_description(path, str(error)) from error
+
+
+def _not_a_description(path: Path, why: str) -> ConfigError:
+    return ConfigError(
+        f"{path} cannot be read: {why}",
+        next_step=f"make it anew: 'atoll node describe {as_typed(path.parent)} --force'",
+    )
 
 
 def load_run_folder(
@@ -212,10 +224,11 @@ def load_run_folder(
     path = folder / DESCRIPTION_FILE
     if (description := description_beside(folder)) is not None:
         made_of = description.pop(MADE_OF, None)
+        if not isinstance(made_of, dict):  # else an empty one would say that the run begins anew
+            raise _not_a_description(path, "it does not say what it was made of")
         spec = validated({**spec.model_dump(), "description": description}, origin=str(path))
-        if isinstance(made_of, dict) and not may_be_stale:  # there is none from before
-            _refuse_other_than_described(spec, made_of, named or folder / run_file)
         if not may_be_stale:
+            _refuse_other_than_described(spec, made_of, named or folder / run_file)
             _refuse_less_than_a_batch(spec, named or folder / run_file)
     if not spec.is_described:
         raise ConfigError(

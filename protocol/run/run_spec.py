@@ -53,7 +53,7 @@ WANTS_FEEDBACK: tuple[CodecName, ...] = ("ec1", "sign", "topk256", "topk64")
 rounded away leans to one side (Karimireddy et al. 2019, "Error Feedback Fixes SignSGD")."""
 
 ReducerErrorRule = Literal["drop", "keep", "own"]
-Merge = Literal["mean", "agreeing", "norm-preserving", "trimmed-mean", "centred-clipping", "trust"]
+Merge = Literal["mean", "agreeing", "norm-preserving"]
 RateScaling = Literal["none", "sqrt", "cbrt"]
 
 
@@ -217,15 +217,6 @@ class OuterSection(Section):
         if momentum >= 1:
             raise ValueError(
                 f"momentum = {self.momentum!r} is {momentum} in fp32: choose one from 0 to 0.9999"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _momentum_is_there_to_go_by(self) -> Self:
-        if self.merge in ("centred-clipping", "trust") and self.optimizer != "nesterov":
-            raise ValueError(
-                f'merge = "{self.merge}" goes by the outer momentum, and optimizer = "{self.optimizer}" has '
-                "none"
             )
         return self
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 
 from protocol.errors import CannotCreateError, ExitCode, NotPermittedError, UsageError
-from protocol.files.durable import expanded, owner_of, refusing, write_atomically
+from protocol.files.durable import as_typed, expanded, owner_of, refusing, write_atomically
 
 SYSTEM_UNITS = Path("/etc/systemd/system")
 
@@ -20,8 +20,9 @@ WATCHDOG_SECONDS = 120
 RESTART_SECONDS = 15
 
 NOT_AGAIN = (
-    *(ExitCode.USAGE, ExitCode.BAD_DATA, ExitCode.NO_INPUT, ExitCode.INCOMPLETE),
-    *(ExitCode.PROTOCOL, ExitCode.NO_PERMISSION, ExitCode.CONFIG, ExitCode.EXPELLED),
+    *(ExitCode.USAGE, ExitCode.BAD_DATA, ExitCode.NO_INPUT, ExitCode.CANNOT_CREATE),
+    *(ExitCode.INCOMPLETE, ExitCode.PROTOCOL, ExitCode.NO_PERMISSION, ExitCode.CONFIG),
+    ExitCode.EXPELLED,
 )
 """The exit codes that another start does not change: a person has to do something first."""
 
@@ -190,7 +191,7 @@ def install_service(
     if sys.platform != "linux":
         raise UsageError(
             f"{sys.platform} has no systemd",
-            next_step=f"let its own service manager start 'atoll {' '.join(arguments)}'",
+            next_step=f"let its own service manager start 'atoll {' '.join(map(as_typed, arguments))}'",
         )
     unit = Unit(
         role=role,

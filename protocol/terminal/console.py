@@ -147,11 +147,10 @@ def _blame(error: Exception) -> int:
     where = f"{named}: " if named else ""
     next_step = NEXT_STEP_FOR_REFUSAL[number]
     if number in _REFUSALS_OF_FILES and isinstance(named, str):
-        from protocol.files.durable import (
-            whose_it_is,  # which other systems than Linux cannot import
-        )
+        with contextlib.suppress(ImportError):  # Windows has not what it takes
+            from protocol.files.durable import whose_it_is
 
-        next_step = whose_it_is(Path(named)) or next_step
+            next_step = whose_it_is(Path(named)) or next_step
     _complain(f"the machine refuses: {where}{what}", next_step)
     return ExitCode.SYSTEM
 
@@ -342,12 +341,12 @@ def fitting(
     *,
     spare: Sequence[str],
     width: int | None,
+    gap: int = 2,
 ) -> tuple[list[str], list[list[str]], list[str]]:
     """What of a table fits a width: columns, rows, and the columns left out.
 
     `spare` names columns that can go, the first to go first. None for the width keeps all.
     """
-    gap = 2
     widest = {
         column: max(len(column), *(len(row[i]) for row in rows)) if rows else len(column)
         for i, column in enumerate(columns)
@@ -360,6 +359,12 @@ def fitting(
         left_out.append(column)
     places = [i for i, column in enumerate(columns) if column not in left_out]
     return [columns[i] for i in places], [[row[i] for i in places] for row in rows], left_out
+
+
+def left_out_in_words(columns: Sequence[str], left_out: Sequence[str]) -> str:
+    """What is said below a table that `fitting` has taken columns from."""
+    names = ", ".join(name for name in columns if name in left_out)
+    return f"left out: {names}; --json shows all"
 
 
 def print_json(value: Mapping[str, object] | Sequence[object]) -> None:

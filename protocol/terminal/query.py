@@ -473,8 +473,7 @@ def print_fitting(
     shown, cells, left_out = console.fitting(columns, rows, spare=spare, width=width)
     screen.print(console.table(shown, cells, right=right))
     if left_out:
-        names = ", ".join(name for name in columns if name in left_out)
-        screen.print(f"left out: {names}; --json shows all")
+        screen.print(console.left_out_in_words(columns, left_out))
 
 
 _DATA_COMMANDS: Sections = {

@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import Protocol, Self
 
 import click
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
@@ -94,7 +94,7 @@ def render(status: pb.GetStatusResponse, *, notice: str = "") -> RenderableType:
     ):
         if words:
             lines.append(_labelled(label, Text(words, style=style)))
-    return Group(*lines, Text(), _node_table(status))
+    return Group(*lines, Text(), _Nodes(status))
 
 
 def _labelled(label: str, words: Text) -> RenderableType:
@@ -136,19 +136,37 @@ def _digest_line(status: pb.GetStatusResponse) -> RenderableType:
     return _labelled("digest", Text(agreement_in_words(status), style="bold red" if is_bad else ""))
 
 
-def _node_table(status: pb.GetStatusResponse) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
-    table.add_column("node", no_wrap=True)
-    table.add_column("state", no_wrap=True)
-    table.add_column("does", no_wrap=True)
-    speed = "tok/s" if counted_in_words(status.run) == "tokens" else "samples/s"
-    for heading in ("loss", speed, "sent", "received"):
-        table.add_column(heading, no_wrap=True, justify="right")
-    # The only column that wraps: the others hold figures, and this one gives way on 80 columns.
-    table.add_column("waits for", overflow="fold", min_width=12)
-    for node in by_name(status.nodes):
-        table.add_row(*_node_cells(node, status.run))
-    return table
+_LEAST_WAITS_WIDTH = 12
+
+
+class _Nodes:
+    """The table of nodes, with the columns that there is room for: rich says how wide it is."""
+
+    def __init__(self, status: pb.GetStatusResponse) -> None:
+        speed = "tok/s" if counted_in_words(status.run) == "tokens" else "samples/s"
+        self._columns = ("node", "state", "does", "loss", speed, "sent", "received")
+        self._rows = [_node_cells(node, status.run) for node in by_name(status.nodes)]
+
+    def __rich_console__(self, _: Console, options: ConsoleOptions) -> RenderResult:
+        shown, _cells, left_out = console.fitting(
+            self._columns,
+            [[cell.plain for cell in row[:-1]] for row in self._rows],
+            spare=tuple(reversed(self._columns[2:])),
+            width=options.max_width - _LEAST_WAITS_WIDTH - 1,
+            gap=1,
+        )
+        table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+        for column in shown:
+            is_figure = column in self._columns[3:]
+            table.add_column(column, no_wrap=True, justify="right" if is_figure else "left")
+        # The only column that wraps: the others hold figures.
+        table.add_column("waits for", overflow="fold", min_width=_LEAST_WAITS_WIDTH)
+        for row in self._rows:
+            kept = (cell for name, cell in zip(self._columns, row, strict=False) if name in shown)
+            table.add_row(*kept, row[-1])
+        yield table
+        if left_out:
+            yield console.left_out_in_words(self._columns, left_out)
 
 
 def _node_cells(node: pb.NodeStatus, run: pb.RunStatus) -> tuple[Text, ...]:

@@ -6,7 +6,6 @@ link.toml is removed first and written last, so a folder with it is complete. A 
 """
 
 import os
-import shlex
 import tomllib
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -90,7 +89,7 @@ def folders_here(*markers: str, besides: Path) -> list[str]:
 def in_place_of(folder: Path, *markers: str) -> str:
     """The option that names a folder here, in words; empty where there is none."""
     names = folders_here(*markers, besides=folder)
-    return " or ".join(f"--dir {shlex.quote(name)}" for name in names[:MOST_FOLDERS_NAMED])
+    return " or ".join(f"--dir {as_typed(name)}" for name in names[:MOST_FOLDERS_NAMED])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,7 @@
 """A real coordinator over real TLS, and nodes that train nothing and say what a test wants."""
 
 import asyncio
+import tomllib
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -11,7 +12,7 @@ from coordinator.app import Coordinator
 from coordinator.config import AUTHORITY_KEY_FILE, CoordinatorConfig, Home, create_home
 from coordinator.relay.line import Carriage
 from protocol.run.models import Description, TensorShape, layout_of
-from protocol.run.run_files import DESCRIPTION_FILE, run_from_json
+from protocol.run.run_files import DESCRIPTION_FILE, description_file, run_from_json, validated
 from protocol.trust.credentials import Credentials
 from protocol.trust.enrolment import enrol
 from protocol.trust.identity import Identity
@@ -37,7 +38,10 @@ FLAT = Description(tensors=(TensorShape(name="w", shape=(NUM_ELEMENTS,)),))
 
 def described(folder: Path, text: str = RUN) -> str:
     """Gives the run a model of one tensor."""
-    (folder / DESCRIPTION_FILE).write_text(FLAT.model_dump_json(exclude_defaults=True))
+    spec = validated(tomllib.loads(text), origin="run.toml").model_copy(
+        update={"description": FLAT}
+    )
+    (folder / DESCRIPTION_FILE).write_bytes(description_file(spec))
     return text
 
 

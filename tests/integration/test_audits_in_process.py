@@ -103,10 +103,10 @@ def misreading(
     [
         {},
         {"exchange": {"uplink": "topk64", "downlink": "topk64"}},
-        {"outer": {"merge": "centred-clipping"}},
+        {"outer": {"merge": "norm-preserving"}},
         {"exchange": {"overlap": "keep"}},
     ],
-    ids=["as a rule", "with large errors that are kept", "by the momentum", "with overlap"],
+    ids=["as a rule", "with large errors that are kept", "by their norms", "with overlap"],
 )
 def test_all_honest_reducers_are_found_right_bit_for_bit(
     tables: dict[str, Any], corpus: Corpus

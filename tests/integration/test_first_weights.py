@@ -10,7 +10,7 @@ import pytest
 from node.kept import kept_model
 from node.models.reading import digest_of_first, write_first
 from protocol.run.models import FIRST_WEIGHTS, Description, layout_of
-from protocol.run.run_files import DESCRIPTION_FILE, load_run_file
+from protocol.run.run_files import DESCRIPTION_FILE, description_file, load_run_file
 from tests.integration.typed_commands import Running, Swarm, done, typed_here, until
 from tests.tiny_runs import tiny_text
 
@@ -23,7 +23,8 @@ def give_weights(home: Path) -> None:
     weights = np.random.default_rng(5).normal(0, 0.02, spec.num_parameters).astype(np.float32)
     write_first(home / FIRST_WEIGHTS, layout_of(spec), weights)
     description = Description(first_digest=digest_of_first(weights).hex())
-    (home / DESCRIPTION_FILE).write_text(description.model_dump_json(exclude_defaults=True))
+    described = spec.model_copy(update={"description": description})
+    (home / DESCRIPTION_FILE).write_bytes(description_file(described))
 
 
 @pytest.fixture

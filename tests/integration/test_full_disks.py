@@ -95,6 +95,7 @@ def test_a_node_without_room_for_its_snapshots_is_refused_before_it_trains(
     free = disk.free_bytes
     typed = atoll("node", "start", "--dir", home)
     assert (typed.code, typed.out) == (71, "")
+    assert "loading torch" not in typed.err
     assert re.search(
         r"atoll: this run needs [0-9,]+ bytes of disk \([0-9,]+ for snapshots and [0-9,]+ for results "
         r"and [0-9,]+ for checkpoints",

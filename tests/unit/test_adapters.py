@@ -268,4 +268,15 @@ def test_a_loop_s_model_of_peft_is_the_run_s_and_another_alpha_or_base_is_not(
         ModelMismatchError, match=r"no such tensor; what it trains is .*q_proj\.lora_A\.own"
     ):
         compare(adapted(base, "own"))
+    like_the_run = r"get_peft_model as the run does, .* \[lora\] in its run\.toml"
+    with pytest.raises(
+        ModelMismatchError, match=rf"k_proj\.lora_A.* no such tensor.*{like_the_run}"
+    ):
+        compare(adapted(base, target_modules=["q_proj", "v_proj"]))
+    with pytest.raises(
+        ModelMismatchError, match=rf"is \[8, .* in this model and \[4.*{like_the_run}"
+    ):
+        compare(adapted(base, r=8, lora_alpha=16))
+    with pytest.raises(ModelMismatchError, match=r"magnitude.*which the run does not.*use_dora"):
+        compare(adapted(base, use_dora=True))
     check_scaling(model, None)  # a run whose function makes adapters of its own

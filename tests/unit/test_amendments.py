@@ -163,11 +163,11 @@ def test_a_rate_that_leaps_is_refused_with_the_most_that_it_may_be(key: str) -> 
 
 
 @pytest.mark.parametrize(
-    "text", ["exchange.uplink=ec2", "exchange.uplink='ec2'", "outer.merge = trust"]
+    "text", ["exchange.uplink=ec2", "exchange.uplink='ec2'", "outer.merge = agreeing"]
 )
 def test_a_text_comes_with_the_quotes_of_toml_or_without(text: str) -> None:
     ((key, value),) = changes_of([text])
-    assert value == ("trust" if key == "outer.merge" else "ec2")
+    assert value == ("agreeing" if key == "outer.merge" else "ec2")
 
 
 def test_texts_without_quotes_are_all_keys_whose_values_are_texts() -> None:

@@ -8,10 +8,14 @@ from typing import Any
 
 import pytest
 
-from coordinator.store import Store, may_have_begun
+from coordinator.config import Home, rules_of
+from coordinator.store import Store, may_have_begun, write_lost_anew
+from coordinator.swarm.transition import initial_state
 from protocol.errors import ConfigError, NoInputError
 from protocol.run.run_files import load_run_folder
+from protocol.run.run_spec import RunSpec
 from protocol.terminal import cli, console
+from protocol.wire.rounds import Digest
 from tests.unit.new_run_scene import EXAMPLES, VISION, described_here, init, llama, made
 
 __all__ = ["described_here", "llama"]
@@ -188,6 +192,81 @@ def test_a_coordinator_does_not_start_a_run_that_every_node_would_refuse(
     assert not may_have_begun(home)
     assert console.run(cli.root, ["coordinator", "start", str(home)]) == NoInputError.exit_code
     capfd.readouterr()
+
+
+@pytest.mark.usefixtures("described_here")
+def test_a_begun_runs_file_that_is_lost_is_written_anew_as_its_database_has_it(
+    llama: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    asked = ("--from", llama, "--data", llama.parent / "tokens", "--context", 32)
+    made(tmp_path / "plain", "--link", "10mbit")
+    made(tmp_path / "function", *VISION)
+    made(tmp_path / "adapters", *asked, "--lora", 4)
+    made(tmp_path / "loop", "--loop", *VISION[:2], "--from", EXAMPLES)
+    for home in (tmp_path / name for name in ("plain", "function", "adapters", "loop")):
+        run_file, described_in = home / "run.toml", home / "description.json"
+        run = begun(home)
+        assert run_file in write_lost_anew_after(home, run_file, described_in)
+        assert Home.load(home).run.digest() == run.digest()
+        if run.description is not None:
+            assert write_lost_anew_after(home, described_in) == [described_in]
+            assert Home.load(home).run.digest() == run.digest()
+        assert write_lost_anew(run_file) == []
+
+        run_file.write_text("[run]\nrounds = three\n")
+        with pytest.raises(ConfigError) as refused:
+            Home.load(home)
+        assert f"remove {run_file}" in refused.value.next_step
+        run_file.unlink()
+        capfd.readouterr()
+        assert Home.load(home).run.digest() == run.digest()
+        assert f"{run_file} was gone, and is written anew from atoll.db" in capfd.readouterr().err
+
+
+def test_a_lost_run_file_is_not_written_where_the_database_has_another_or_none_yet(
+    tmp_path: Path,
+) -> None:
+    home = tmp_path / "run"
+    made(home)
+    run = begun(home, state_of=b"another run".ljust(32))
+    assert write_lost_anew_after(home, home / "run.toml") == []
+    with pytest.raises(NoInputError, match=r"run\.toml is not there"):
+        Home.load(home)
+    (home / "atoll.db").unlink()
+    with closing(Store.open(home, sign=lambda commit: b"")) as store:
+        store.keep_or_compare(run, home / "run.toml")
+    assert write_lost_anew(home / "run.toml") == [], "it has not begun"
+    (home / "atoll.db").write_bytes(b"damaged")
+    assert write_lost_anew(home / "run.toml") == []
+
+
+def begun(home: Path, *, state_of: bytes | None = None) -> RunSpec:
+    """Lets the run of a coordinator's folder begin, and returns it."""
+    run = load_run_folder(home, "run.toml")
+    with closing(Store.open(home, sign=lambda commit: b"")) as store:
+        store.keep_or_compare(run, home / "run.toml")
+        state = initial_state(rules_of(run), Digest(state_of or run.digest()))
+        store.save(state, state, now=1000.0)
+    return run
+
+
+def write_lost_anew_after(home: Path, *lost: Path) -> list[Path]:
+    """What is written once those files are gone."""
+    for path in lost:
+        path.unlink(missing_ok=True)
+    return write_lost_anew(home / "run.toml")
+
+
+@pytest.mark.usefixtures("described_here")
+def test_a_description_that_lost_its_keys_is_not_that_of_a_run_without_weights(
+    llama: Path, tmp_path: Path
+) -> None:
+    home = tmp_path / "given"
+    made(home, "--from", llama, "--data", llama.parent / "tokens", "--context", 32)
+    assert load_run_folder(home, "run.toml").first_digest is not None
+    (home / "description.json").write_text("{}")
+    with pytest.raises(ConfigError, match="it does not say what it was made of"):
+        load_run_folder(home, "run.toml")
 
 
 @pytest.mark.usefixtures("described_here")

@@ -3,6 +3,7 @@
 import errno
 import io
 import json
+import sys
 from collections.abc import Callable
 
 import click
@@ -194,6 +195,15 @@ def test_a_refusal_that_names_no_file_may_be_a_wrong_call_of_ours(
 ) -> None:
     assert console.run(fails_with(PermissionError(errno.EPERM, "no")), []) == ExitCode.INTERNAL
     assert "a bug in Atoll" in capsys.readouterr().err
+
+
+def test_what_the_machine_refuses_is_said_where_nobody_can_tell_whose_it_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "protocol.files.durable", None)  # as on Windows
+    refused = PermissionError(errno.EACCES, "Permission denied", "/root/a")
+    assert console.run(fails_with(refused), []) == ExitCode.SYSTEM
+    assert "the machine refuses: /root/a: Permission denied" in capsys.readouterr().err
 
 
 def test_names_at_the_left_of_a_table_stay_in_one_piece_in_a_narrow_terminal(

@@ -74,7 +74,6 @@ def test_a_setting_that_costs_loss_is_said_with_what_to_write_instead(
         {"rounds": 8, "inner": {"steps": 15, "optimizer": "muon"}},
         {"rounds": 12, "steps": 10},
         {"rounds": 24, "steps": 5},
-        {"steps": 5, "outer": {"merge": "trust"}},
         {"rounds": 20, "exchange": {"uplink": "topk64", "error_feedback": True}},
         {"rounds": 8, "run": {"rounds": 8, "min_nodes": 1}},
     ],

@@ -91,13 +91,13 @@ def test_who_names_no_folder_is_told_of_those_that_are_here(
     (tmp_path / "my-run").mkdir()
     (tmp_path / "my-run" / module.COORDINATOR_FILE).touch()
     (tmp_path / "tokens").mkdir()
-    with pytest.raises(NoInputError, match=r"is here: --dir 'my node' or --dir my-run$"):
+    with pytest.raises(NoInputError, match=r'is here: --dir "my node" or --dir my-run$'):
         Credentials.load(tmp_path / "elsewhere")
     assert module.folders_here(module.COORDINATOR_FILE, besides=tmp_path / "my-run") == []
     for number in range(5):  # of earlier tries
         joined().save(tmp_path / f"a-run-{number}")
     (tmp_path / "my node" / module.IDENTITY_FILE).touch()
-    with pytest.raises(NoInputError, match="is here: --dir 'my node' or --dir a-run-0 or"):
+    with pytest.raises(NoInputError, match='is here: --dir "my node" or --dir a-run-0 or'):
         Credentials.load(tmp_path / "elsewhere")
 
 

@@ -121,6 +121,25 @@ def test_a_piece_that_the_disk_has_cut_is_fetched_again(
         assert len(served.of_tokens()) == len(pieces[::2])
 
 
+def test_a_piece_of_peers_that_the_disk_changed_is_told_from_one_without_room(
+    tmp_path: Path,
+) -> None:
+    contents = b"one tokens", b"two tokens"
+    entry = FileEntry(bytes=20, pieces=piece_digests(contents))
+    cache = PieceCache(tmp_path, limit_bytes=100)
+    for digest, content in zip(entry.pieces, contents, strict=True):
+        cache.put(digest, content)
+    files = FetchedFiles([], {"a": entry}, 10, cache)
+    cache.path_of(entry.pieces[0]).write_bytes(b"one tokans")
+    cache.path_of(entry.pieces[1]).unlink()
+    with pytest.raises(UnavailableError, match="was damaged in") as damaged:
+        files.read("a", 0, 10)
+    assert "start the node again, which fetches it anew" in damaged.value.next_step
+    with pytest.raises(UnavailableError, match=r"is not in .* any more") as gone:
+        files.read("a", 10, 20)
+    assert "data_cache" in gone.value.next_step and "data_cache" not in damaged.value.next_step
+
+
 def test_what_was_not_used_for_longest_makes_room(folder: Path, tmp_path: Path) -> None:
     with serving(folder) as served:
         dataset = fetched_from(served.url, spec_of(folder), tmp_path, limit=6 * PIECE)

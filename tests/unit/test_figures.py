@@ -107,7 +107,7 @@ def test_the_table_of_larger_models_in_the_docs_is_what_was_measured() -> None:
 
 
 def test_how_much_sooner_several_nodes_are_is_told_as_it_was_measured() -> None:
-    section = (DOCS / "performance.md").read_text().partition("## Sooner than one")[2]
+    section = (DOCS / "learning.md").read_text().partition("## Sooner than one")[2]
     section = section.partition("\n## ")[0]
     (table,) = report_together(known_tries(DOCS / "results" / "together.jsonl"))
     title, _, rows = table.partition("\n\n")

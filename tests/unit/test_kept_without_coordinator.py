@@ -39,6 +39,19 @@ def node(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def test_a_run_file_without_all_of_its_keys_is_not_read_as_the_run_of_the_defaults(
+    node: Path,
+) -> None:
+    kept = json.loads(tiny().canonical_json())
+    (node / RUN_FILE).write_text(json.dumps(kept, indent=1))
+    assert kept_run(node) == tiny()
+    del kept["inner"]
+    for part in ("{}", json.dumps(kept)):
+        (node / RUN_FILE).write_text(part)
+        with pytest.raises(BadDataError, match="it is not what a node writes there"):
+            kept_run(node)
+
+
 @pytest.mark.parametrize("damage", DAMAGES[:-1])
 def test_a_damaged_run_file_is_copied_from_another_node_where_no_coordinator_gives_it(
     node: Path, damage: bytes

@@ -219,6 +219,37 @@ def test_what_ranks_write_is_passed_on_as_it_is_and_kept_line_by_line(
     assert (tmp_path / "logs" / "ranks.txt").stat().st_size == 0, "it begins anew when it is large"
 
 
+def test_where_a_rank_met_a_fault_of_native_code_is_kept_and_not_shown(tmp_path: Path) -> None:
+    whole: list[str] = []
+    lines: list[str] = []
+    output = RankOutput(tmp_path / "logs" / "ranks.txt", show=whole.append, keep=lines.append)
+    dumps = "import faulthandler, os, signal, threading, time, numpy; faulthandler.enable(file=2); "
+    dumps += "threading.Thread(target=time.sleep, args=(60,), daemon=True).start(); "
+    dumps += "os.write(2, b'loading: 5 %'); os.kill(os.getpid(), signal.SIGBUS)"
+    for _ in range(2):
+        subprocess.run([sys.executable, "-c", dumps], stderr=output.descriptor)
+        os.write(output.descriptor, b"another rank\nhalf a line")
+    output.close()
+    assert "".join(whole) == "loading: 5 %another rank\nhalf a line" * 2
+    assert "loading: 5 %Fatal Python error: Bus error" in lines
+    kept = "\n".join(lines)
+    assert kept.count("Current thread 0x") == kept.count("Extension modules: numpy") == 2
+
+
+def test_a_dump_that_comes_in_pieces_is_not_shown_either(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_output, "PASS_ON_SECONDS", 600.0)  # only `take` passes on
+    whole: list[str] = []
+    output = RankOutput(tmp_path / "ranks.txt", show=whole.append, keep=lambda _: None)
+    dump = b'Bus error\n\nThread 0x1:\n  File "x", line 3 in f\n  ...\nafter\n'
+    for piece in (b"before\n 5 %", b"Fatal Python error: ", *(bytes([one]) for one in dump)):
+        os.write(output.descriptor, piece)
+        output._take()
+    output.close()
+    assert "".join(whole) == "before\n 5 %after\n"
+
+
 def test_a_progress_bar_of_a_rank_is_kept_as_its_last_state_in_no_more_than_a_line(
     tmp_path: Path,
 ) -> None:

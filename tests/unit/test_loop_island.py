@@ -194,7 +194,7 @@ async def test_a_loader_of_one_s_own_counts_its_tokens_and_no_more_than_were_lea
         assert (report.tokens, report.samples) == (60, 3 * BATCH), "what was leased is used up"
         assert (await one.train(work(2))).tokens == 3 * STEP_TOKENS
         await one.stops(thread)
-        assert caplog.text.count("a step of this loop has 1000 tokens on a rank, and only 64") == 1
+        assert caplog.text.count("a step of this loop has 1000 tokens, and only 64") == 1
         assert "; make the run with this loop's batch and context" in caplog.text
 
 
@@ -225,7 +225,7 @@ async def test_a_loop_whose_samples_count_as_one_hears_of_samples(
         thread = await one.joined(train, model=model)
         assert (await one.train(work(steps=2))).tokens == 4 + 4
         await one.stops(thread)
-        assert "only 4 of them weigh" in caplog.text and "tell samples, not their" in caplog.text
+        assert "only 4 of them weigh" in caplog.text and "atoll init … --batch 512'" in caplog.text
         (told,) = one.ended
         assert "how many samples this rank trained" in told[0]
         assert "how many samples there are" in told[1]

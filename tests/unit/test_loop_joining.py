@@ -359,7 +359,7 @@ async def test_a_loop_that_waits_says_for_what_and_where_more_is_said(
             swarm.step(tokens=1)
 
         thread = await one.joined(step)
-        told = f"nothing to train for 0 s: 'atoll status --dir {tmp_path}' says what"
+        told = f"nothing to train for 0 s; what the swarm waits for: atoll status --dir {tmp_path}"
         async with asyncio.timeout(20):
             while told not in caplog.text:  # noqa: ASYNC110 - it is in another thread's log
                 await asyncio.sleep(0.01)

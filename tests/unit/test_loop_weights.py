@@ -301,7 +301,7 @@ def test_what_is_not_the_run_s_is_refused_by_name_and_both_shapes() -> None:
     refused(model, [*places, Place(name="third", shape=(2,), offset=99)], "third [2]", "no such")
     refused(model, places[:-1], "trains second.bias [5], which the run does not")
     model.second.bias.requires_grad_(False)
-    refused(model, places, "second.bias", "frozen in this model")
+    refused(model, places, "second.bias", "frozen in this model", "freeze it after join")
     check_model(model, places[:-1])
 
 

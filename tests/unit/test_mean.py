@@ -15,7 +15,6 @@ from node.exchange.mean import (
     norm_of,
     shares,
     stretched_to,
-    trimmed_mean,
     weighted_sum,
 )
 from node.exchange.screening import NOT_HERE, Cosine
@@ -145,22 +144,6 @@ def test_a_norm_has_the_same_bits_on_every_machine() -> None:
     stretch = (norms[0] / 3 + 2 * norms[1] / 3) / norm(plain)
     expected = plain * np.float32(stretch)
     assert norm_preserving_mean(contributions).tobytes() == expected.tobytes()
-
-
-def test_a_trimmed_mean_is_what_is_left_without_the_extremes() -> None:
-    values = np.array([[1, 5], [2, -9], [3, 1], [99, 3]], dtype=np.float32)
-    mean = trimmed_mean(list(values), [0.25] * 4, num_trimmed=1)
-    np.testing.assert_array_equal(mean, [2.5, 2])
-    whole = trimmed_mean(list(values), [0.25] * 4, num_trimmed=0)
-    np.testing.assert_allclose(whole, values.mean(axis=0), rtol=1e-6)
-    half = trimmed_mean(list(values), [0.125] * 4, num_trimmed=1)
-    np.testing.assert_array_equal(half, mean / 2)  # beside as much late work
-
-
-def test_a_trimmed_mean_weighs_what_is_left() -> None:
-    values = np.array([[0], [1], [2], [100]], dtype=np.float32)
-    mean = trimmed_mean(list(values), [0.1, 0.6, 0.2, 0.1], num_trimmed=1)
-    np.testing.assert_allclose(mean, [(0.6 * 1 + 0.2 * 2) / 0.8], rtol=1e-6)
 
 
 def test_over_two_rounds_late_work_moves_the_mean_as_far_as_if_it_had_been_in_time() -> None:

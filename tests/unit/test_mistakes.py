@@ -1,8 +1,10 @@
 """What a person types wrong is told in a sentence, with what to type instead."""
 
+import ast
 import errno
 import os
 import re
+import shlex
 import shutil
 import socket
 import subprocess
@@ -21,6 +23,7 @@ from node.island.data.dataset import _read as read_text
 from node.island.data.dataset import text_files
 from node.link.join import read_invite
 from protocol.errors import ConfigError, ExitCode, NoInputError
+from protocol.files.durable import as_typed
 from protocol.terminal import cli, console
 from protocol.trust.credentials import IDENTITY_FILE, LINK_FILE, Credentials
 from protocol.trust.identity import Identity
@@ -183,28 +186,40 @@ def test_every_path_that_a_command_takes_may_begin_at_the_home_folder() -> None:
     assert not [name for name, kind in paths.items() if not isinstance(kind, console.PathAtHome)]
 
 
-A_PATH_IN_A_COMMAND = re.compile(
-    r"'atoll [^'\"]*\{(?!as_typed|shlex)[a-z_.()]*(folder|home|directory|path|target|destination)[a-z_.()]*\}"
+A_COMMAND = re.compile(r"(atoll [a-z]+|chmod|chown)( [^';:]*)? ['\"]?$")
+A_PATH = re.compile(
+    r"\b(\w*_)?(folder|home|directory|path|target|destination|source|tokenizer|theirs|run_file|RUN_FILE)\b"
 )
 
 
+def bare_paths_in(file: Path) -> Iterator[str]:
+    """Paths that texts of a program name within a command, and not as a shell takes them."""
+    for text in ast.walk(ast.parse(file.read_text())):
+        before = ""
+        for part in text.values if isinstance(text, ast.JoinedStr) else ():
+            if isinstance(part, ast.FormattedValue):
+                named = ast.unparse(part.value)
+                is_quoted = "as_typed" in named or "shlex" in named
+                if A_COMMAND.search(before) and A_PATH.search(named) and not is_quoted:
+                    yield f"{file}:{part.lineno}: {named}"
+                before += "X"
+            elif isinstance(part, ast.Constant):
+                before += str(part.value)
+
+
 def test_paths_in_commands_to_type_are_as_a_shell_takes_them(tmp_path: Path) -> None:
-    sources = [
-        file for room in ("node", "coordinator", "protocol") for file in Path(room).rglob("*.py")
-    ]
+    rooms = ("node", "coordinator", "protocol", "atoll")
+    sources = [file for room in rooms for file in Path(room).rglob("*.py")]
     assert len(sources) > 300
-    bare = [
-        f"{file}: {m.group()}"
-        for file in sources
-        if (m := A_PATH_IN_A_COMMAND.search(file.read_text()))
-    ]
-    assert not bare
+    assert not [bare for file in sources for bare in bare_paths_in(file)]
     folder = tmp_path / "mein Lauf"
     folder.mkdir()
     (folder / CONFIG_FILE).touch()
     with pytest.raises(NoInputError) as told:
         Credentials.load(folder)
-    assert f"'atoll coordinator start '{folder}''" in str(told.value)
+    assert f"'atoll coordinator start \"{folder}\"'" in str(told.value)
+    for odd in ("it's", 'a "b" c', "$HOME `x`", "a\\ b", "plain/path", "wow!", "läuft"):
+        assert shlex.split(as_typed(tmp_path / odd)) == [str(tmp_path / odd)]
 
 
 def test_a_folder_that_is_given_the_other_way_is_named_the_right_way(

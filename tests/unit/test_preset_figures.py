@@ -38,7 +38,7 @@ def test_what_the_docs_say_of_exchanges_is_what_the_benchmark_prints() -> None:
 
 
 def test_the_tables_of_intervals_in_the_docs_are_what_the_benchmark_prints() -> None:
-    said = (DOCS / "performance.md").read_text() + (RESULTS / "tables.md").read_text()
+    said = (DOCS / "learning.md").read_text() + (RESULTS / "tables.md").read_text()
     known = intervals.known_in(RESULTS / "intervals.jsonl")
     for table in intervals.report(known, 1200):
         assert table in said
@@ -194,6 +194,35 @@ def test_late_results_are_blended_for_the_optimizer_that_ended_lower_so() -> Non
     assert [round(lower_by("muon", *late), 1) for late in ((4, 2), (10, 10))] == [-0.6, -0.4]
 
 
+def rows_of_race(title: str) -> list[list[str]]:
+    """The cells of the table that the benchmark prints for a case, of the usual length."""
+    printed = list(report(known_in(race.RESULTS)))
+    (table,) = [
+        table
+        for told, table in zip(printed[::2], printed[1::2], strict=True)
+        if told.startswith(title) and not told.endswith("as long")
+    ]
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()[2:]]
+
+
+def test_the_summary_of_the_race_in_the_docs_is_of_its_results() -> None:
+    said = (DOCS / "learning.md").read_text().partition("## As fast to a loss as peers")[2]
+    pattern = r"^\| (5|50|300) \| (\d) \| (AdamW|Muon) \| (.*) \|$"
+    lines = re.findall(pattern, said, re.MULTILINE)
+    assert len(lines) == 6
+    for ratio, num_nodes, optimizer, cells in lines:
+        rows = {
+            row[0].split(", ")[0]: row
+            for row in rows_of_race(f"R = {ratio}, {num_nodes} nodes")
+            if f", {optimizer.lower()}" in row[0]
+        }
+        above = [
+            f"{float(rows[name][7].split('%')[0]):+.1f} %" for name in (*race.PEERS, race.ATOLL)
+        ]
+        times = [rows[name][8].partition(" (")[0] for name in (race.ATOLL, race.CEILING)]
+        assert cells.replace("*", "").split(" | ") == [*above, *times]
+
+
 @pytest.mark.parametrize(
     ("begins", "race_of", "num_contenders"),
     [
@@ -206,16 +235,9 @@ def test_late_results_are_blended_for_the_optimizer_that_ended_lower_so() -> Non
 def test_the_table_of_the_race_in_the_docs_is_of_its_results(
     begins: str, race_of: str, num_contenders: int
 ) -> None:
-    pages = (DOCS / "performance.md").read_text() + (RESULTS / "tables.md").read_text()
-    section = pages.partition("## As fast to a loss as peers")[2]
-    said = re.split(r"It would take|\*\*In four|\*\*Four nodes", section.partition(begins)[2])[0]
-    printed = list(report(known_in(race.RESULTS)))
-    (table,) = [
-        table
-        for title, table in zip(printed[::2], printed[1::2], strict=True)
-        if title.startswith(race_of) and not title.endswith("as long")
-    ]
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()[2:]]
+    section = (RESULTS / "tables.md").read_text().partition("## As fast to a loss as peers")[2]
+    said = re.split(r"It would take|An exchange of|\*\*Four nodes", section.partition(begins)[2])[0]
+    rows = rows_of_race(race_of)
     assert len(rows) == num_contenders
     for name, _, _, steps, _, _, loss_, above_, times, speed in rows:
         contender, optimizer = name.split(", ")[:2]
@@ -235,7 +257,7 @@ def test_the_table_of_the_race_in_the_docs_is_of_its_results(
 
 
 def test_the_longer_race_in_the_docs_is_of_its_results() -> None:
-    said = (DOCS / "performance.md").read_text().partition("**In four times as many steps**")[2]
+    said = (DOCS / "learning.md").read_text().partition("**In four times as many steps**")[2]
     printed = list(report(known_in(race.RESULTS)))
     longer = printed.index(next(each for each in printed if each.endswith("4 times as long")))
     rows = [

@@ -11,7 +11,6 @@ from coordinator.presets.choosing import OFTEN_STEPS, chosen, often_steps
 from coordinator.presets.cost import Setting, Situation, predicted
 from coordinator.presets.loss import Given, above
 from coordinator.presets.reasons import of_steps
-from protocol.run.run_spec import OuterSection
 from tests.unit.preset_scene import (
     all_settings,
     codecs_and_interval,
@@ -115,16 +114,6 @@ def test_adamw_which_loses_more_by_seldom_exchanges_is_exchanged_oftener(ratio: 
     assert adamw.setting.interval < muon.setting.interval
     assert adamw.above.whole > muon.above.whole
     assert other.setting == adamw.setting, "nobody has measured it"
-
-
-@pytest.mark.parametrize("merge", ["centred-clipping", "trust"])
-def test_a_merge_that_goes_by_momentum_gets_some_however_often_is_exchanged(merge: str) -> None:
-    plan = chosen(replace(SHORT, seconds_per_inner_step=60.0), {("outer", "merge"): merge})
-    assert plan.setting.interval <= OFTEN_STEPS
-    outer = {c.key: c.value for c in plan.choices if c.table == "outer"}
-    assert (outer["optimizer"], outer["momentum"]) == ("nesterov", 0.3)
-    OuterSection.model_validate({"merge": merge, **outer})
-    assert why(plan, "optimizer") == "the merge goes by it, and sgd has none"
 
 
 def test_the_longer_a_run_the_more_seldom_it_exchanges_where_links_carry_all() -> None:

@@ -152,7 +152,7 @@ def test_what_a_reducer_makes_of_contributions_is_of_this_version_of_the_arithme
     reduced = reduction.result(
         downlink=codec_named("int4"),
         sender=BY_A,
-        by=Merging(merge=merge, centre=(turn * np.float32(0.8)).astype(np.float32)),
+        by=Merging(merge=merge),
         carried=np.linspace(0, 0.25, BLOCK, dtype=np.float32),
         wants_error=True,
     )

@@ -78,6 +78,20 @@ def test_the_picture_tells_all_and_fits(
         assert expected in words
 
 
+@pytest.mark.parametrize("width", [40, 60])
+def test_a_narrow_terminal_gets_whole_columns_and_the_names_of_the_others(
+    three_nodes: tuple[status_pb2.NodeStatus, ...], width: int
+) -> None:
+    picture = drawn(a_status(*three_nodes), width=width)
+    assert max(map(len, picture.splitlines())) <= width and "…" not in picture
+    head, _, below = picture.partition("waits for")
+    shown = head.splitlines()[-1].split()
+    assert shown[:2] == ["node", "state"]
+    left_out = " ".join(below.split()).partition("left out: ")[2].partition(";")[0].split(", ")
+    every = ["node", "state", "does", "loss", "tok/s", "sent", "received"]
+    assert [*shown, *left_out] == every and "received" in left_out
+
+
 def test_a_slow_upload_explains_itself_beside_what_the_node_waits_for(
     three_nodes: tuple[status_pb2.NodeStatus, ...],
 ) -> None:

@@ -1,7 +1,6 @@
 """atoll data prepare and atoll data check. What they do is imported when they do it."""
 
 import os
-import shlex
 import signal
 import sys
 import time
@@ -14,6 +13,7 @@ import click
 
 from node.installed import READING, require_installed
 from protocol.errors import UsageError
+from protocol.files.durable import as_typed
 from protocol.terminal import console
 from protocol.terminal.console import PathAtHome
 
@@ -329,9 +329,7 @@ def _tell(out: Path, manifest: "Manifest", *, num_empty: int = 0, num_cut: int =
         )
     if manifest.has_answers:
         _warn_of_cuts(None if manifest.row is None else manifest.row - 1, num_cut)
-    click.echo(
-        f"next: atoll init my-run --data {shlex.quote(str(out))}; or in a run file of yours:\n"
-    )
+    click.echo(f"next: atoll init my-run --data {as_typed(out)}; or in a run file of yours:\n")
     click.echo(as_run_file(out, manifest), nl=False)
     if manifest.has_answers:
         click.echo("across_documents = false")

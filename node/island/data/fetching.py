@@ -197,6 +197,7 @@ class FetchedFiles:
         self._piece_bytes = piece_bytes
         self._cache = cache
         self._mapped: OrderedDict[str, Bytes] = OrderedDict()
+        self._damaged: set[str] = set()  # digests of pieces that were found so, and removed
         self._lock = threading.Lock()  # of what is mapped
         self._fetchers: ThreadPoolExecutor | None = None
         self._expected = 0  # counts expectations: a new one ends the one before
@@ -239,6 +240,7 @@ class FetchedFiles:
                     mapped = np.memmap(path, np.uint8, mode="r")
                     if piece_digests([mapped.data]) == (digest,):
                         break
+                self._damaged.add(digest)
                 path.unlink()  # the disk has changed it
         with self._lock:
             self._mapped[digest] = mapped
@@ -272,7 +274,17 @@ class FetchedFiles:
                     "another digest than the manifest says",
                     next_step="have its owner put that file there again; 'atoll data check DIR' reads all",
                 )
-            raise refused or UnavailableError(
-                f"piece {number} of {name} came from peers and is not in {self._cache.folder} any more",
-                next_step="let 'data_cache' in node.toml be larger",
+            raise refused or self._gone(name, number)
+
+    def _gone(self, name: str, number: int) -> UnavailableError:
+        piece, folder = f"piece {number} of {name} came from peers", self._cache.folder
+        if self._files[name].pieces[number] in self._damaged:
+            return UnavailableError(
+                f"{piece}, and was damaged in {folder}, so it is removed",
+                next_step="start the node again, which fetches it anew; where that happens again, look at "
+                "that disk with 'dmesg'",
             )
+        return UnavailableError(
+            f"{piece} and is not in {folder} any more",
+            next_step="let 'data_cache' in node.toml be larger",
+        )

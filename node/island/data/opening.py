@@ -31,7 +31,7 @@ from node.island.data.manifest import (
 from node.island.data.places import DataPlaces, check_reach, refusal_without_a_loop
 from node.island.data.token_shards import Files, FoundFiles, MappedFiles, TokenShards
 from protocol.errors import BadDataError, ConfigError, NoInputError
-from protocol.files.durable import expanded, make_folder, write_atomically
+from protocol.files.durable import as_typed, expanded, make_folder, write_atomically
 from protocol.run.models import BYTES_VOCABULARY, DecoderModel
 from protocol.run.run_spec import DataSection, RunSpec
 from protocol.wire.rounds import Digest
@@ -210,7 +210,7 @@ def manifest_of_run(
         place = there[0] if there else folders[0]
         manifest = read_manifest(
             place,
-            when_missing=_to_make_tokens(spec, place)
+            when_missing=_to_make_tokens(spec, as_typed(place))
             if spec.data.private
             else "copy the run's tokens there, or say where they are with data = in node.toml",
         )
@@ -289,7 +289,7 @@ def _check_same_tokenizer(manifest: Manifest, spec: RunSpec, place: str) -> None
         )
 
 
-def _to_make_tokens(spec: RunSpec, text: Path | str) -> str:
+def _to_make_tokens(spec: RunSpec, text: str) -> str:
     """How a holder of private data makes tokens of them."""
     if spec.data.tokenizer is None:
         return (

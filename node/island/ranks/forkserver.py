@@ -7,6 +7,7 @@ or CUDA runs.
 import contextlib
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import threading
@@ -170,8 +171,19 @@ MOST_LINE_BYTES = 1 << 16
 """What is longer is kept in pieces: a program may print for ever without ending a line."""
 
 
+_DUMP = b"Fatal Python error: "
+"""Begins what Python's faulthandler writes of each thread of a process that a signal ends."""
+
+_OF_A_DUMP = re.compile(
+    rb'(Current t|T)hread 0x|  (File "|\.\.\.|<|Garbage)|Extension modules: |\n'
+)
+
+
 class RankOutput:
-    """Passes on what ranks write to `path`, until `close`: as it is to `show`, line by line to `keep`."""
+    """Passes on what ranks write to `path`, until `close`: as it is to `show`, line by line to `keep`.
+
+    Dumps of faults are kept and not shown: they would push away the sentence that helps.
+    """
 
     def __init__(
         self, path: Path, *, show: Callable[[str], object], keep: Callable[[str], None]
@@ -182,6 +194,8 @@ class RankOutput:
         self._keep = keep
         self._offset = 0
         self._rest = b""
+        self._is_in_dump = False
+        self._held = b""  # of a dump's line, until it is whole
         self._is_closed = threading.Event()
         self._thread = threading.Thread(target=self._pass_on, name="rank-output", daemon=True)
         self._thread.start()
@@ -191,6 +205,7 @@ class RankOutput:
         self._is_closed.set()
         self._thread.join()
         self._take()
+        self._show(self._held.decode(errors="replace"))
         if line := _shown(self._rest):
             self._keep(line.decode(errors="replace"))
         os.close(self.descriptor)
@@ -202,7 +217,7 @@ class RankOutput:
     def _take(self) -> None:
         while data := os.pread(self.descriptor, 1 << 16, self._offset):
             self._offset += len(data)
-            self._show(data.decode(errors="replace"))
+            self._show(self._without_dumps(data).decode(errors="replace"))
             *lines, rest = (self._rest + data).split(b"\n")
             self._rest = _overwritten(rest)
             if len(self._rest) > MOST_LINE_BYTES:
@@ -214,6 +229,23 @@ class RankOutput:
             # What a rank writes between the read and this is lost; it goes on at the beginning.
             os.ftruncate(self.descriptor, 0)
             self._offset = 0
+
+    def _without_dumps(self, data: bytes) -> bytes:
+        shown = []
+        lines = (self._held + data).splitlines(keepends=True)
+        self._held = b""
+        for line in lines:
+            before, begin, rest = line.partition(_DUMP)
+            if begin:
+                shown.append(before)
+                line = begin + rest
+            if (begin or self._is_in_dump) and not line.endswith(b"\n"):
+                self._held = line
+                break
+            self._is_in_dump = bool(begin or (self._is_in_dump and _OF_A_DUMP.match(line)))
+            if not self._is_in_dump:
+                shown.append(line)
+        return b"".join(shown)
 
 
 def _overwritten(line: bytes) -> bytes:

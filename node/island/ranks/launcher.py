@@ -472,8 +472,8 @@ class ProcessIsland(Island):
             self._break(
                 RankDiedError(
                     f"rank {member.rank} on {member.device} {_manner_of(exit_code)}",
-                    next_step="see the log; if the machine ran out of memory, lower [inner] batch "
-                    "or the number of ranks",
+                    next_step="see logs/ranks.log in the node's folder; if the machine ran out of memory, "
+                    "lower [inner] batch or the number of ranks",
                 )
             )
 
