@@ -31,7 +31,7 @@ from coordinator.database import (
 )
 from coordinator.invite_rows import Invites
 from coordinator.round_rows import JSON, Sign, load_round, save_round
-from coordinator.swarm.committed import KEPT_COMMITS, norms_of
+from coordinator.swarm.committed import KEPT_COMMITS, norms_of, stride_of
 from coordinator.swarm.events import Undone
 from coordinator.swarm.ledger import Ledger
 from coordinator.swarm.members import PRESENT, Member
@@ -516,7 +516,7 @@ def _norms(
     num_commits = KEPT_COMMITS * len(rules.layout.fragment_elements)
     latest = round_rows.latest_closed(connection, num_commits, last=last)
     return norms_of(
-        (each.commit, rules.stride_of(each.plan, each.trained)) for each in reversed(list(latest))
+        (each.commit, stride_of(rules, each.plan, each.trained)) for each in reversed(list(latest))
     )
 
 

@@ -15,7 +15,7 @@ the signed commit, all nodes apply the same, and so does who replays it.
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from statistics import median_low
+from statistics import median_high, median_low
 
 from coordinator.swarm.events import HistoryTold, Tell, Turn
 from coordinator.swarm.ledger import committed_samples, lease_again, reopen, settle
@@ -23,6 +23,7 @@ from coordinator.swarm.members import PRESENT, Member, MemberState, Screening, W
 from coordinator.swarm.state import (
     Round,
     RoundPhase,
+    Rules,
     SeenNorm,
     SeenNorms,
     SwarmState,
@@ -39,10 +40,11 @@ from coordinator.swarm.weighing import (
     unchecked,
     weight_of,
 )
+from protocol.run.schedule import StepsTaken
 from protocol.trust.rulings import undoes
-from protocol.wire.messages import CommitsWanted, RefetchAsked
+from protocol.wire.messages import CommitsWanted, RefetchAsked, Trained
 from protocol.wire.payload import WireTotals, grown
-from protocol.wire.rounds import WHOLE, Commit, Digest, NodeId, SliceOutcome, training_in
+from protocol.wire.rounds import WHOLE, Commit, Digest, NodeId, Plan, SliceOutcome, training_in
 
 
 def note_outer_state(
@@ -430,6 +432,25 @@ several reducers' has. One reducer alone says nothing of others, in however many
 MOST_TIMES_OTHERS = 32.0
 """In a fragment's first round a result is compared with its round's others, by the root of their elements:
 rarely used rows and matrices differ by ten."""
+
+
+def stride_of(rules: Rules, plan: Plan, trained: Mapping[NodeId, Trained]) -> float:
+    """How far the inner steps lead that a round's results are of: see Schedule.stride.
+
+    By the part of the steps asked for that most of those have taken who have said it; of two the larger,
+    for one may lie. Of several fragments each gathers the steps of as many rounds.
+    """
+    asked = {a.node_id: a.inner_steps for a in plan.assignments if a.trains}
+    parts = [told.inner_steps / asked[n] for n, told in trained.items() if n in asked]
+    taken = StepsTaken(
+        round=plan.round,
+        token_clock=plan.token_clock,
+        round_tokens=plan.round_tokens,
+        asked=tuple(asked.values()),
+        part=min(1.0, median_high(parts)) if parts else 1.0,
+    )
+    num_rounds = min(plan.round, max(1, len(rules.layout.fragment_elements)))
+    return rules.schedule.stride(taken, num_rounds=num_rounds)
 
 
 def norms_after(seen: Sequence[SeenNorms], commit: Commit, stride: float) -> tuple[SeenNorms, ...]:

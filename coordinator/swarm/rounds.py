@@ -12,7 +12,7 @@ from coordinator.swarm.audit import (
     pending_audits,
     strike,
 )
-from coordinator.swarm.committed import agree_on, book, bounded, norms_after
+from coordinator.swarm.committed import agree_on, book, bounded, norms_after, stride_of
 from coordinator.swarm.deadlines import device_of, measured, times_at_commit, times_when_applied
 from coordinator.swarm.events import Tell, Turn
 from coordinator.swarm.members import KeptError, MemberState
@@ -243,7 +243,7 @@ def close_round(turn: Turn) -> None:
         turn.put_round(replace(current, undecided=undecided))
         return
     plan = plan_of(current, current.opened_at)
-    stride = state.rules.stride_of(plan, current.trained)
+    stride = stride_of(state.rules, plan, current.trained)
     commit = _commit_of(state, current, stride, is_late=is_late)
     reasons = (_closing_reason(commit, is_late=is_late), audits_in_words(state))
     closed = ClosedRound(

@@ -18,7 +18,14 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from coordinator.swarm.audit import pending_audits
-from coordinator.swarm.committed import book_learned, holds_undone, judge_all, norms_after, unbook
+from coordinator.swarm.committed import (
+    book_learned,
+    holds_undone,
+    judge_all,
+    norms_after,
+    stride_of,
+    unbook,
+)
 from coordinator.swarm.deadlines import next_apply_seconds
 from coordinator.swarm.evaluation import (
     ask_somebody,
@@ -322,7 +329,7 @@ def learn_commit(turn: Turn, event: CommitLearned) -> None:
         has_untold=True,
         incarnation=max(state.incarnation, commit.incarnation),
         recent=trimmed((*state.recent, closed)),
-        norms=norms_after(state.norms, commit, state.rules.stride_of(plan, closed.trained)),
+        norms=norms_after(state.norms, commit, stride_of(state.rules, plan, closed.trained)),
     )
     for member in present_members(turn.state):
         if member.state is MemberState.READY and member.outer_round < commit.round:

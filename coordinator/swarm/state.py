@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import wraps
 from operator import is_
-from statistics import median_high
 from typing import TypeVar, TypeVarTuple
 
 from coordinator.swarm.ledger import Ledger
@@ -24,7 +23,7 @@ from coordinator.swarm.members import (
     Refusal,
     SpotCheck,
 )
-from protocol.run.schedule import ALWAYS_ALIKE, Schedule, StepsTaken
+from protocol.run.schedule import ALWAYS_ALIKE, Schedule
 from protocol.trust.rulings import Ruling
 from protocol.wire.messages import Reduced, Trained
 from protocol.wire.payload import WireTotals
@@ -299,24 +298,6 @@ class Rules:
     def checks_training(self) -> bool:
         """Whether members check what others have trained, as far as samples show it."""
         return self.audited_share > 0 and not (self.has_private_data or self.compares_samples)
-
-    def stride_of(self, plan: Plan, trained: Mapping[NodeId, Trained]) -> float:
-        """How far the inner steps lead that a round's results are of: see Schedule.stride.
-
-        By the part of the steps asked for that most of those have taken who have said it; of two the larger,
-        for one may lie. Of several fragments each gathers the steps of as many rounds.
-        """
-        asked = {a.node_id: a.inner_steps for a in plan.assignments if a.trains}
-        parts = [told.inner_steps / asked[n] for n, told in trained.items() if n in asked]
-        taken = StepsTaken(
-            round=plan.round,
-            token_clock=plan.token_clock,
-            round_tokens=plan.round_tokens,
-            asked=tuple(asked.values()),
-            part=min(1.0, median_high(parts)) if parts else 1.0,
-        )
-        num_rounds = min(plan.round, max(1, len(self.layout.fragment_elements)))
-        return self.schedule.stride(taken, num_rounds=num_rounds)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

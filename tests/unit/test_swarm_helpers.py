@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.swarm.committed import MOST_TIMES_USUAL
+from coordinator.swarm.committed import MOST_TIMES_USUAL, stride_of
 from coordinator.swarm.events import Ticked
 from coordinator.swarm.ledger import lease_again
 from coordinator.swarm.rounds import plan_of
@@ -343,7 +343,7 @@ def test_how_far_a_round_led_follows_most_nodes_and_no_single_one() -> None:
         name: Trained(inner_steps=steps, samples=1, tokens=8, loss=2.0, seconds=1.0)
         for name, steps in zip(map(NodeId, NODES), (5, 1, 5), strict=True)
     }
-    assert rules.stride_of(plan, {}) == rules.stride_of(plan, told) == 5
+    assert stride_of(rules, plan, {}) == stride_of(rules, plan, told) == 5
     two = {name: trained for name, trained in told.items() if name != "c"}
-    assert rules.stride_of(plan, two) == 5
-    assert rules.stride_of(plan, {NodeId("b"): told[NodeId("b")]}) == 1
+    assert stride_of(rules, plan, two) == 5
+    assert stride_of(rules, plan, {NodeId("b"): told[NodeId("b")]}) == 1
