@@ -7,8 +7,14 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from node.island.checkpoints.folder import About, Checkpoint, CheckpointFolder, Kept, Loaded
-from node.island.checkpoints.resuming import Resuming
+from node.island.checkpoints.folder import (
+    About,
+    Checkpoint,
+    CheckpointFolder,
+    Kept,
+    Loaded,
+    Resuming,
+)
 from node.island.ranks.faults import RankDiedError
 from protocol.run.run_spec import InnerSection, RunSpec
 from protocol.wire.rounds import Digest

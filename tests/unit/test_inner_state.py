@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch.distributed.checkpoint import filesystem, state_dict_saver
 
-from node.island.checkpoints.folder import CheckpointFolder
+from node.island.checkpoints.folder import CheckpointFolder, rewarming_steps
 from node.island.checkpoints.inner_state import Named, Staging
-from node.island.checkpoints.resuming import rewarming_steps
 from node.island.checkpoints.writer import CheckpointWriter
 from node.island.data.dataset import Corpus, read_corpus
 from node.island.models.first_weights import initial_parameters

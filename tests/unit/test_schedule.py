@@ -4,7 +4,7 @@ from typing import Literal
 
 import pytest
 
-from node.island.checkpoints.resuming import rewarming_steps
+from node.island.checkpoints.folder import rewarming_steps
 from node.island.island import InnerWork
 from node.island.training.trainer import Rewarming
 from protocol.errors import ConfigError

@@ -12,7 +12,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from node.island import measuring as measured_peak
-from node.island.checkpoints.resuming import rewarming_steps
+from node.island.checkpoints.folder import rewarming_steps
 from node.island.data.dataset import Batch, Corpus, SampleOrder, read_corpus
 from node.island.island import InnerReport, InnerWork, Progress
 from node.island.measuring import flops_per_token

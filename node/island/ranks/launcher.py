@@ -17,8 +17,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from node.island.checkpoints.folder import About, CheckpointFolder, Kept, Loaded
-from node.island.checkpoints.resuming import Resuming
+from node.island.checkpoints.folder import About, CheckpointFolder, Kept, Loaded, Resuming
 from node.island.data.places import DataPlaces
 from node.island.island import Evaluation, InnerReport, InnerWork, Island, Progress
 from node.island.parallel.mesh_shape import PLAIN, LocalTraining, MeshShape, check_mesh

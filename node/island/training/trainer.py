@@ -14,9 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from node.island.checkpoints.folder import About
+from node.island.checkpoints.folder import About, rewarming_steps
 from node.island.checkpoints.inner_state import Blank, Named, Staging, Tensors, is_stepped, named_by
-from node.island.checkpoints.resuming import rewarming_steps
 from node.island.data.dataset import Dataset, SampleOrder
 from node.island.data.functions import seed_of
 from node.island.island import Evaluation, InnerReport, InnerWork, Progress, rebases
