@@ -544,10 +544,9 @@ def _load_run(directory: Path) -> RunSpec:
         return load_run_folder(directory, RUN_FILE)
     except ConfigError as error:
         if may_have_begun(directory):
-            error.next_step += (
-                f"; or remove {directory / RUN_FILE} and {DESCRIPTION_FILE} beside it: "
-                f"'atoll coordinator start {as_typed(directory)}' then writes them anew, as {DATABASE_NAME} "
-                "has them"
+            error.next_step = (  # what it was cannot change any more, so to correct it is no use
+                f"remove {directory / RUN_FILE} and {DESCRIPTION_FILE} beside it, and type it again: both "
+                f"are then written anew, as {DATABASE_NAME} has them"
             )
         raise
 
