@@ -29,6 +29,9 @@ SOME_MOMENTUM, MUCH_MOMENTUM = 0.3, 0.8
 In 120 inner steps AdamW ended alike with 0.3 and 0.6 in 12 exchanges, every 10. Muon ended 1 % lower with 0.6
 in 8, every 15."""
 
+SGD_OF_LOOPS = "by SGD with momentum they ended 1 to 28 % lower with 0.6"
+"""In 12 to 32 exchanges, than with 0.3 (benchmarks.learning.other_models)."""
+
 SELDOM_STEPS = 30
 """From so many inner steps on the plain mean costs two nodes more than seeds differ, by AdamW."""
 
@@ -102,8 +105,13 @@ def _of_momentum(run: RunSpec, *, interval: int, exchanges: int) -> Iterator[str
         yield (
             f"[outer] momentum = {momentum:g} overshoots where each parameter is exchanged only "
             f"{counted(exchanges, 'time')}: 0.6 ended 1 to 9 % higher than 0.3{far}; write momentum = "
-            f"{SOME_MOMENTUM:g}"
+            f"{SOME_MOMENTUM:g}{_of_loops(run)}"
         )
+
+
+def _of_loops(run: RunSpec) -> str:
+    """What they train by is their own: [inner] optimizer of a run of loops alone is nobody's choice."""
+    return f" if loops train by AdamW; {SGD_OF_LOOPS}" if run.data.source == "loop" else ""
 
 
 def _of_plain_mean(run: RunSpec, *, interval: int, num_nodes: int) -> Iterator[str]:
