@@ -89,6 +89,9 @@ def _momentum_of(run: RunSpec) -> float:
 
 def _of_momentum(run: RunSpec, *, interval: int, exchanges: int) -> Iterator[str]:
     momentum = _momentum_of(run)
+    # What loops train by is their own: [inner] optimizer of a run of loops alone is nobody's choice.
+    is_of_loops = run.data.source == "loop"
+    by_adamw = " if loops train by AdamW" if is_of_loops else ""
     may_be_blended = run.exchange.overlap == "blend" and run.inner.optimizer == BLENDS
     if may_be_blended or run.outer.merge in MERGES_BY_MOMENTUM:
         return
@@ -98,20 +101,15 @@ def _of_momentum(run: RunSpec, *, interval: int, exchanges: int) -> Iterator[str
             yield (
                 f"[outer] momentum = {momentum:g} overshoots where each parameter is exchanged "
                 f"{every(interval, 'inner step')}: 0.6 ended up to 12 % higher than the plain mean; write "
-                'optimizer = "sgd" and learning_rate = 1.0 there, and leave momentum out'
+                f'optimizer = "sgd" and learning_rate = 1.0 there, and leave momentum out{by_adamw}'
             )
     elif interval > OFTEN_STEPS and exchanges < SOME_EXCHANGES and run.inner.optimizer == "adamw":
         far = ", and 0.9 6 to 21 %" if momentum >= MUCH_MOMENTUM else ""
         yield (
             f"[outer] momentum = {momentum:g} overshoots where each parameter is exchanged only "
             f"{counted(exchanges, 'time')}: 0.6 ended 1 to 9 % higher than 0.3{far}; write momentum = "
-            f"{SOME_MOMENTUM:g}{_of_loops(run)}"
+            f"{SOME_MOMENTUM:g}{by_adamw}" + (f"; {SGD_OF_LOOPS}" if is_of_loops else "")
         )
-
-
-def _of_loops(run: RunSpec) -> str:
-    """What they train by is their own: [inner] optimizer of a run of loops alone is nobody's choice."""
-    return f" if loops train by AdamW; {SGD_OF_LOOPS}" if run.data.source == "loop" else ""
 
 
 def _of_plain_mean(run: RunSpec, *, interval: int, num_nodes: int) -> Iterator[str]:
