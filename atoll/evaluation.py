@@ -85,7 +85,8 @@ def evaluated(
         raise ModelMismatchError(
             "the function given as evaluate=… has measured other weights than those that it found in the "
             "model, which are the swarm's",
-            next_step="let it measure those, and an average of this loop's own between two steps",
+            next_step="let it measure those; the loss of an average of this loop's own may be its metric "
+            "beside that",
         )
     return result
 

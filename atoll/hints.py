@@ -12,6 +12,11 @@ EARLY_AVERAGE = (
     "began with: it holds on to them. Make it after join, or copy the model's into it there"
 )
 
+OLD_GRAPH = (
+    "step() has moved the weights, and a backward pass went through what was computed before: call step() "
+    "after the last backward pass of a turn, and detach() what is kept from turn to turn"
+)
+
 
 def stays(besides: str) -> str:
     """That an optimizer steps what is no part of the model that joined."""

@@ -25,6 +25,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from atoll import hints
 from atoll.child import ChildNode
 from atoll.connection import find_folder
 from atoll.errors import (
@@ -249,6 +250,8 @@ class Swarm:
             why = f"{kind.__name__}: {error}"
             told = "".join(traceback.format_exception(kind, error, trace))
             self._session.log.tell(logging.ERROR, f"ended: {why}", exception=told)
+            if self._session.is_replaced and "modified by an inplace operation" in why:
+                self._session.log.tell(logging.ERROR, hints.OLD_GRAPH)
             self._end(why, is_done=False)
         return kind is RunOverError
 

@@ -383,7 +383,7 @@ def _outer(case: _Case) -> list[Told]:
     elif case.is_often:
         momentum, why = 0.3, reasons.OFTEN
     elif case.taken.exchanges < SOME_EXCHANGES:
-        momentum, why = 0.3, f"{often}: more would overshoot"
+        momentum, why = 0.3, f"{often}: by AdamW more would overshoot"
     elif setting.interval <= OFTEN_STEPS:  # often for few nodes alone
         momentum, why = 0.6, reasons.OFTEN_BY_MORE
     elif case.taken.exchanges < MANY_EXCHANGES:

@@ -28,6 +28,9 @@ SOME_MOMENTUM, MUCH_MOMENTUM = 0.3, 0.8
 In 120 inner steps AdamW ended alike with 0.3 and 0.6 in 12 exchanges, every 10. Muon ended 1 % lower with 0.6
 in 8, every 15."""
 
+SGD_OF_LOOPS = "by SGD with momentum they ended 1 to 28 % lower with 0.6"
+"""In 12 to 32 exchanges, than with 0.3 (benchmarks.learning.other_models)."""
+
 SELDOM_STEPS = 30
 """From so many inner steps on the plain mean costs two nodes more than seeds differ, by AdamW."""
 
@@ -85,6 +88,9 @@ def _momentum_of(run: RunSpec) -> float:
 
 def _of_momentum(run: RunSpec, *, interval: int, exchanges: int) -> Iterator[str]:
     momentum = _momentum_of(run)
+    # What loops train by is their own: [inner] optimizer of a run of loops alone is nobody's choice.
+    is_of_loops = run.data.source == "loop"
+    by_adamw = " if loops train by AdamW" if is_of_loops else ""
     if run.exchange.overlap == "blend" and run.inner.optimizer == BLENDS:
         return
     # Between this and OFTEN_STEPS it costs no more than seeds differ.
@@ -93,14 +99,14 @@ def _of_momentum(run: RunSpec, *, interval: int, exchanges: int) -> Iterator[str
             yield (
                 f"[outer] momentum = {momentum:g} overshoots where each parameter is exchanged "
                 f"{every(interval, 'inner step')}: 0.6 ended up to 12 % higher than the plain mean; write "
-                'optimizer = "sgd" and learning_rate = 1.0 there, and leave momentum out'
+                f'optimizer = "sgd" and learning_rate = 1.0 there, and leave momentum out{by_adamw}'
             )
     elif interval > OFTEN_STEPS and exchanges < SOME_EXCHANGES and run.inner.optimizer == "adamw":
         far = ", and 0.9 6 to 21 %" if momentum >= MUCH_MOMENTUM else ""
         yield (
             f"[outer] momentum = {momentum:g} overshoots where each parameter is exchanged only "
             f"{counted(exchanges, 'time')}: 0.6 ended 1 to 9 % higher than 0.3{far}; write momentum = "
-            f"{SOME_MOMENTUM:g}"
+            f"{SOME_MOMENTUM:g}{by_adamw}" + (f"; {SGD_OF_LOOPS}" if is_of_loops else "")
         )
 
 

@@ -539,7 +539,8 @@ def finished_reason(state: SwarmState) -> str:
         )
     if is_evaluated(state):
         loss = f"the held-out loss is {loss_in_words(state.held_out[-1].loss)}"
-    elif not may_be_evaluated(state):
+    elif not may_be_evaluated(state) or all(m.cannot_evaluate for m in state.members.values()):
+        # Of those that have left, too: they still ask how it ended.
         loss = "no node here evaluates, so nobody has measured a held-out loss of it"
     else:
         loss = "no node that can evaluate the final state did so in time"

@@ -82,6 +82,15 @@ def test_nothing_is_said_of_what_costs_nothing_or_was_not_measured(told: dict[st
     assert said(**told) == ""
 
 
+def test_a_run_of_loops_hears_of_momentum_by_what_they_may_train_by() -> None:
+    heard = said(rounds=20, data={"source": "loop"})
+    assert "write momentum = 0.3 if loops train by AdamW" in heard and "by SGD" in heard
+    assert said(steps=5, data={"source": "loop"}).endswith(
+        "leave momentum out if loops train by AdamW"
+    )
+    assert "loops" not in said(rounds=20) + said(steps=5)
+
+
 def test_who_writes_what_was_said_hears_nothing_more() -> None:
     assert said(rounds=2, steps=60, outer={"momentum": 0.3}) != ""
     assert said(rounds=8, steps=15, outer={"momentum": 0.3}) == ""

@@ -65,6 +65,38 @@ async def test_an_optimizer_that_keeps_weights_of_its_own_ends_the_loop(
         await ends(thread)
 
 
+@pytest.mark.parametrize("is_kept", [False, True])
+async def test_a_backward_pass_through_what_was_computed_before_step_is_told_what_to_do(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, is_kept: bool
+) -> None:
+    """As of a GAN that calls step() between its networks' turns."""
+    async with scene(tmp_path) as one:
+        model = Decoder(one.spec.decoder)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+        def squares() -> Tensor:
+            return torch.stack([each.square().sum() for each in model.parameters()]).sum()
+
+        def train(swarm: atoll.Swarm) -> None:
+            squares().backward()
+            before = squares()
+            swarm.step(tokens=1)
+            if not is_kept:
+                optimizer.step()
+            before.backward()
+
+        thread = await one.joined(train, model=model)
+        if is_kept:
+            await one.train(work(1, steps=1))
+            await one.island.publish(0)
+            one.vectors.parameters[:] += 1.0
+            await one.island.adopt(0)
+        with pytest.raises(LoopGoneError, match="modified by an inplace operation"):
+            await one.train(work(2, steps=2))
+        await ends(thread)
+        assert ("call step() after the last backward pass" in caplog.text) is is_kept
+
+
 def rounds(
     draws: torch.Generator,
     *,

@@ -13,7 +13,7 @@ from benchmarks.exchange.shares import (
     predictions_in_words,
     share_in_words,
 )
-from benchmarks.learning import given_weights, intervals, overlap
+from benchmarks.learning import given_weights, intervals, other_models, overlap
 from benchmarks.measurement import asked_by, read_rows
 from benchmarks.presets import situation_of
 from benchmarks.race import RATES, known_in, report
@@ -138,6 +138,26 @@ def test_what_is_said_of_momentum_is_what_short_runs_ended_at() -> None:
         assert len(found[momentum]) >= 3
         assert f"{words}{min(found[momentum]):.0f} to {max(found[momentum]):.0f} %" in sentences
     assert f"0.6 ended up to {most:.0f} % higher than the plain mean" in sentences
+
+
+def test_what_is_said_of_other_models_is_what_they_ended_at() -> None:
+    known = other_models.known_in(RESULTS / "other-models.jsonl")
+    pages = (DOCS / "performance.md").read_text() + (RESULTS / "tables.md").read_text()
+    ratios: dict[str, list[float]] = {"sgd": [], "adamw": []}
+    for steps in (180, other_models.STEPS):
+        (table,) = other_models.report(known, steps)
+        assert table in pages
+        for each in {replace(e, seed=0) for e in known if e.steps == steps and e.interval > 5}:
+            if each.outer == intervals.NESTEROV:
+                of_seeds = [t for t in known if replace(t, seed=0) == each]
+                less = [known[replace(t, outer=(0.7, 0.3))] for t in of_seeds]
+                ratio = mean(known[t] for t in of_seeds) / mean(less)
+                ratios[each.optimizer].append(100 * (ratio - 1))
+    sgd, adamw = ratios["sgd"], ratios["adamw"]
+    assert f"ended {-max(sgd):.0f} to {-min(sgd):.0f} % lower with 0.6" in costly.SGD_OF_LOOPS
+    assert f"between {-min(adamw):.0f} % lower and {max(adamw):.0f} % higher" in " ".join(
+        pages.split()
+    )
 
 
 def test_what_the_plain_mean_costs_two_nodes_is_what_they_ended_at() -> None:

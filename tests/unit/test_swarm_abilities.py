@@ -63,3 +63,5 @@ def test_the_end_waits_for_no_evaluation_where_nobody_can() -> None:
     scene.apply(digest_of("state 1"), "node-a")
     (finished,) = scene.asked(RunFinished)
     assert "no node here evaluates, so nobody has measured a held-out loss" in finished.reason
+    scene.leave("node-a")
+    assert explain(scene.state, scene.now) == finished.reason
