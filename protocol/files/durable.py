@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import pwd
+import secrets
 import shlex
 import shutil
 import stat
@@ -360,7 +361,7 @@ def write_atomically(path: Path, *data: bytes | memoryview, mode: int = 0o644) -
     CannotCreateError when the file cannot be written; both leave what was there before.
     """
     try:
-        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        descriptor, name = _open_new(path)
     except OSError as error:
         raise refusal_to_write(path, error) from error
     try:
@@ -369,14 +370,38 @@ def write_atomically(path: Path, *data: bytes | memoryview, mode: int = 0o644) -
             file.flush()
             os.fchmod(descriptor, mode)
             os.fsync(descriptor)
-        Path(name).replace(path)
+            if not name.exists():
+                # Only with a folder, which an absolute path ignores, does Python follow the link there.
+                os.link(f"/proc/self/fd/{descriptor}", name, src_dir_fd=descriptor)
+        name.replace(path)
         sync_folder(path.parent)
     except BaseException as error:
-        with contextlib.suppress(FileNotFoundError):  # it is gone once it has taken its name
-            Path(name).unlink()
+        with contextlib.suppress(
+            OSError
+        ):  # it is gone once it has taken its name, or never had one
+            name.unlink()
         if isinstance(error, OSError):
             raise refusal_to_write(path, error) from error
         raise
+
+
+_NO_UNNAMED = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL)
+
+
+def _open_new(path: Path) -> tuple[int, Path]:
+    """A new file that only we can read, and a name beside `path`, which it has yet to get where it can.
+
+    What has no name is gone with a process that is killed: a secret, or a large piece, would stay for good.
+    Some disks, as those of networks, know only files with names.
+    """
+    name = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    flags = os.O_WRONLY | os.O_CLOEXEC
+    try:
+        return os.open(path.parent, flags | os.O_TMPFILE, 0o600), name
+    except OSError as error:
+        if error.errno not in _NO_UNNAMED:
+            raise
+    return os.open(name, flags | os.O_CREAT | os.O_EXCL, 0o600), name
 
 
 def sync_folder(path: Path) -> None:

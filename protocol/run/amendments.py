@@ -114,7 +114,13 @@ def amended(spec: RunSpec, changes: Changes) -> RunSpec:
             f"inner.muon_learning_rate says nothing of this run: its optimizer is {spec.inner.optimizer}",
             next_step="amend inner.learning_rate",
         )
-    becomes = validated(tables, origin="the amendment")
+    try:
+        becomes = validated(tables, origin="the amendment")
+    except ConfigError as error:
+        error.next_step = (
+            "correct it; keys that go by each other are amended together: KEY=VALUE KEY=VALUE"
+        )
+        raise
     if (spec.outer.audit > 0) != (becomes.outer.audit > 0):
         raise UsageError(
             f"outer.audit cannot change from {spec.outer.audit:g} to {becomes.outer.audit:g} while the run "

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -85,6 +86,29 @@ def test_what_is_in_the_way_is_not_replaced(tmp_path: Path) -> None:
         pass
     assert list(full.iterdir()) == [file]
     assert sorted(tmp_path.iterdir()) == [empty, full]
+
+
+@pytest.mark.parametrize("knows_unnamed", [True, False])
+def test_of_a_file_that_a_killed_process_was_writing_nothing_stays_beside_the_old_one(
+    tmp_path: Path, knows_unnamed: bool
+) -> None:
+    path = tmp_path / "identity.key"
+    without = (
+        "" if knows_unnamed else "os.O_TMPFILE = os.O_DIRECTORY\n"
+    )  # which refuses as such a disk does
+    program = (
+        f"import os, signal\n{without}from pathlib import Path\n"
+        "from protocol.files.durable import write_atomically\n"
+        f"path = Path({str(path)!r})\n"
+        "write_atomically(path, b'old', mode=0o600)\n"
+        "os.fsync = lambda _: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "write_atomically(path, b'a new secret', mode=0o600)\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", program])
+    assert ran.returncode == -signal.SIGKILL
+    assert path.read_bytes() == b"old" and path.stat().st_mode & 0o777 == 0o600
+    left = [each for each in tmp_path.iterdir() if each != path]
+    assert len(left) == (0 if knows_unnamed else 1)
 
 
 @pytest.mark.parametrize(
