@@ -142,7 +142,7 @@ def test_what_is_said_of_momentum_is_what_short_runs_ended_at() -> None:
 
 def test_what_is_said_of_other_models_is_what_they_ended_at() -> None:
     known = other_models.known_in(RESULTS / "other-models.jsonl")
-    pages = (DOCS / "performance.md").read_text() + (RESULTS / "tables.md").read_text()
+    pages = (DOCS / "learning.md").read_text() + (RESULTS / "tables.md").read_text()
     ratios: dict[str, list[float]] = {"sgd": [], "adamw": []}
     for steps in (180, other_models.STEPS):
         (table,) = other_models.report(known, steps)
