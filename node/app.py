@@ -46,7 +46,6 @@ from node.machine.placement import (
     what_a_start_checks,
 )
 from node.outer_state import tell_leftovers
-from node.records import Records
 from node.stopping import NotSavedError, StopSignals
 from protocol.errors import AtollError, NoInputError, NotPermittedError
 from protocol.files.durable import LOCK_NAME, FolderLock, require_ours
@@ -166,6 +165,8 @@ async def _run(
             refuse_small_helper(link.rules, hardware)
         else:
             _refuse_or_tell(folder, settings, link.rules, hardware)
+        from node.records import Records  # with kernels, for which no error of typing waits
+
         num_ranks = 0 if is_helper else settings.ranks_here
         Records.of(
             folder, settings, spec, rules=link.rules, history=History(None), num_ranks=num_ranks

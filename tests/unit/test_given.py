@@ -199,4 +199,4 @@ def test_who_has_given_nothing_learns_why() -> None:
     assert helper.next_step == "start it: atoll helper start --dir home"
     not_yet = refusal(Path("my home"), answer, role=Role.NODE)
     assert isinstance(not_yet, NoInputError)
-    assert not_yet.next_step == "start it: atoll node start --dir 'my home'"
+    assert not_yet.next_step == 'start it: atoll node start --dir "my home"'
