@@ -12,9 +12,9 @@ import shutil
 import stat
 import tempfile
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, BinaryIO, Self
 
 import platformdirs
 
@@ -360,19 +360,12 @@ def write_atomically(path: Path, *data: bytes | memoryview, mode: int = 0o644) -
     has `mode` from its first byte on, or less. Raises SystemRefusedError when the disk is full and
     CannotCreateError when the file cannot be written; both leave what was there before.
     """
+    name = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
-        descriptor, name = _open_new(path)
-    except OSError as error:
-        raise refusal_to_write(path, error) from error
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.writelines(data)
-            file.flush()
-            os.fchmod(descriptor, mode)
-            os.fsync(descriptor)
-            if not name.exists():
-                # Only with a folder, which an absolute path ignores, does Python follow the link there.
-                os.link(f"/proc/self/fd/{descriptor}", name, src_dir_fd=descriptor)
+        if not _is_written_unnamed(name, data, mode):
+            flags = os.O_WRONLY | os.O_CLOEXEC | os.O_CREAT | os.O_EXCL
+            with os.fdopen(os.open(name, flags, 0o600), "wb") as file:
+                _fill(file, data, mode)
         name.replace(path)
         sync_folder(path.parent)
     except BaseException as error:
@@ -388,20 +381,36 @@ def write_atomically(path: Path, *data: bytes | memoryview, mode: int = 0o644) -
 _NO_UNNAMED = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL)
 
 
-def _open_new(path: Path) -> tuple[int, Path]:
-    """A new file that only we can read, and a name beside `path`, which it has yet to get where it can.
+def _is_written_unnamed(name: Path, data: Sequence[bytes | memoryview], mode: int) -> bool:
+    """Writes a file that gets its name once it is whole; whether the system and this disk can.
 
     What has no name is gone with a process that is killed: a secret, or a large piece, would stay for good.
     Some disks, as those of networks, know only files with names.
     """
-    name = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    flags = os.O_WRONLY | os.O_CLOEXEC
+    unnamed = getattr(os, "O_TMPFILE", None)  # Linux alone has it
+    if unnamed is None:
+        return False
     try:
-        return os.open(path.parent, flags | os.O_TMPFILE, 0o600), name
+        descriptor = os.open(name.parent, os.O_WRONLY | os.O_CLOEXEC | unnamed, 0o600)
     except OSError as error:
         if error.errno not in _NO_UNNAMED:
             raise
-    return os.open(name, flags | os.O_CREAT | os.O_EXCL, 0o600), name
+        return False
+    with os.fdopen(descriptor, "wb") as file:
+        _fill(file, data, mode)
+        try:
+            # Only with a folder, which an absolute path ignores, does Python follow the link there.
+            os.link(f"/proc/self/fd/{descriptor}", name, src_dir_fd=descriptor)
+        except OSError:  # no /proc here, or a disk that makes such files and gives them no name
+            return False
+    return True
+
+
+def _fill(file: BinaryIO, data: Sequence[bytes | memoryview], mode: int) -> None:
+    file.writelines(data)
+    file.flush()
+    os.fchmod(file.fileno(), mode)
+    os.fsync(file.fileno())
 
 
 def sync_folder(path: Path) -> None:

@@ -16,6 +16,7 @@ from protocol.files.durable import (
     read_toml,
     refusal_to_write,
     whole_folder,
+    write_atomically,
 )
 from protocol.files.leftovers import TemporaryFolder, temporary_directory
 
@@ -109,6 +110,23 @@ def test_of_a_file_that_a_killed_process_was_writing_nothing_stays_beside_the_ol
     assert path.read_bytes() == b"old" and path.stat().st_mode & 0o777 == 0o600
     left = [each for each in tmp_path.iterdir() if each != path]
     assert len(left) == (0 if knows_unnamed else 1)
+
+
+def test_where_a_file_without_a_name_cannot_be_given_one_it_is_written_with_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As without /proc, or on a disk of FUSE."""
+
+    def refusing(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOENT, os.strerror(errno.ENOENT))
+
+    monkeypatch.setattr(os, "link", refusing)
+    path = tmp_path / "identity.key"
+    write_atomically(path, b"a new ", b"secret", mode=0o600)
+    assert path.read_bytes() == b"a new secret" and path.stat().st_mode & 0o777 == 0o600
+    monkeypatch.delattr(os, "O_TMPFILE")
+    write_atomically(path, b"newer")
+    assert path.read_bytes() == b"newer" and list(tmp_path.iterdir()) == [path]
 
 
 @pytest.mark.parametrize(
