@@ -533,17 +533,19 @@ def _load_config(path: Path) -> CoordinatorConfig:
 
 
 def _load_run(directory: Path) -> RunSpec:
-    if not (directory / DATABASE_NAME).is_file():
-        return load_run_folder(directory, RUN_FILE)
-    # With gRPC, which `init` goes without.
-    from coordinator.store import may_have_begun, write_lost_anew
-
-    for path in write_lost_anew(directory / RUN_FILE):
-        console.say(f"{path} was gone, and is written anew from {DATABASE_NAME}", err=True)
     try:
         return load_run_folder(directory, RUN_FILE)
-    except ConfigError as error:
-        if may_have_begun(directory):
+    except (ConfigError, NoInputError) as error:
+        if not (directory / DATABASE_NAME).is_file():
+            raise
+        # With gRPC, which `init` goes without. Only now: to look into a database leaves files beside it.
+        from coordinator.store import may_have_begun, write_lost_anew
+
+        if written := write_lost_anew(directory / RUN_FILE):
+            for path in written:
+                console.say(f"{path} was gone, and is written anew from {DATABASE_NAME}", err=True)
+            return load_run_folder(directory, RUN_FILE)
+        if isinstance(error, ConfigError) and may_have_begun(directory):
             error.next_step = (  # what it was cannot change any more, so to correct it is no use
                 f"remove {directory / RUN_FILE} and {DESCRIPTION_FILE} beside it, and type it again: both "
                 f"are then written anew, as {DATABASE_NAME} has them"

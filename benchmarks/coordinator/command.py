@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,7 +27,7 @@ from benchmarks.measurement import Rows, add_results, machine, markdown, parser_
 from coordinator.config import CoordinatorConfig, Home, create_home
 from lab.processes.family import atoll_command, atoll_environment, seconds_of
 from protocol.run.models import Description, TensorShape
-from protocol.run.run_files import DESCRIPTION_FILE
+from protocol.run.run_files import DESCRIPTION_FILE, description_file, validated
 from protocol.trust.credentials import Credentials
 from protocol.trust.enrolment import enrol
 from protocol.trust.identity import Identity
@@ -49,7 +50,10 @@ FLAT = Description(tensors=(TensorShape(name="w", shape=(1 << 28,)),))
 
 def described(folder: Path, text: str) -> str:
     """Gives the run a model of one tensor."""
-    (folder / DESCRIPTION_FILE).write_text(FLAT.model_dump_json(exclude_defaults=True))
+    spec = validated(tomllib.loads(text), origin="run.toml").model_copy(
+        update={"description": FLAT}
+    )
+    (folder / DESCRIPTION_FILE).write_bytes(description_file(spec))
     return text
 
 
