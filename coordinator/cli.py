@@ -98,11 +98,11 @@ def start(
     """
     from coordinator.app import run_coordinator
     from coordinator.backup import clear_unfinished_backups
-    from coordinator.config import Home, settle_preset
+    from coordinator.config import RUN_FILE, Home, settle_preset
     from coordinator.presets.wanted import look_at_data
     from coordinator.relay.line import Carriage
     from coordinator.remote_backup import require_target
-    from coordinator.store import may_have_begun
+    from coordinator.store import may_have_begun, write_lost_anew
 
     if no_dashboard and dashboard is not None:
         raise UsageError(
@@ -118,6 +118,7 @@ def start(
         control_port = enrolment_port = one_port
     folder = folder_of(directory)
     clear_unfinished_backups(folder)
+    write_lost_anew(folder / RUN_FILE)  # without its description it may read as another run
     settled = settle_preset(folder)
     home = Home.load(folder)
     config = home.config.with_changes(

@@ -54,7 +54,6 @@ from protocol.run.models import Section, layout_of, nearest_key
 from protocol.run.run_files import DESCRIPTION_FILE, WHEN_MISSING, load_run_folder, validated
 from protocol.run.run_spec import RunSection, RunSpec
 from protocol.run.schedule import Schedule
-from protocol.terminal import console
 from protocol.terminal.console import seconds_of, web_address_of
 from protocol.trust.credentials import (
     AUTHORITY_FILE,
@@ -541,9 +540,7 @@ def _load_run(directory: Path) -> RunSpec:
         # With gRPC, which `init` goes without. Only now: to look into a database leaves files beside it.
         from coordinator.store import may_have_begun, write_lost_anew
 
-        if written := write_lost_anew(directory / RUN_FILE):
-            for path in written:
-                console.say(f"{path} was gone, and is written anew from {DATABASE_NAME}", err=True)
+        if write_lost_anew(directory / RUN_FILE):
             return load_run_folder(directory, RUN_FILE)
         if isinstance(error, ConfigError) and may_have_begun(directory):
             error.next_step = (  # what it was cannot change any more, so to correct it is no use

@@ -60,6 +60,7 @@ from protocol.run.run_files import (
     validated_file,
 )
 from protocol.run.run_spec import RunSpec
+from protocol.terminal import console
 from protocol.trust.rulings import SignedRuling, ruling_from_json
 from protocol.v1 import round_pb2
 from protocol.v1.status_pb2 import RoundSummary
@@ -150,10 +151,10 @@ def may_have_begun(folder: Path) -> bool:
 
 
 def write_lost_anew(run_file: Path) -> list[Path]:
-    """Writes a run file that is gone, or its description, as the database beside it has them; returns which.
+    """Writes a run file that is gone, or its description, as the database beside it has them.
 
-    Only of a run that has begun, and only where what is written reads as the run that its state is of: else
-    nothing is, and who loads the file says that it is not there.
+    Says and returns which. Only of a run that has begun, and only where what is written reads as the run that
+    its state is of: else nothing is, and who loads the file says that it is not there.
     """
     described_in = run_file.with_name(DESCRIPTION_FILE)
     if (run_file.exists() and described_in.exists()) or not may_have_begun(run_file.parent):
@@ -182,6 +183,7 @@ def write_lost_anew(run_file: Path) -> list[Path]:
         lost[run_file] = (header + text).encode()
     for path, data in lost.items():
         write_atomically(path, data)
+        console.say(f"{path} was gone, and is written anew from {DATABASE_NAME}", err=True)
     return list(lost)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from coordinator import app
 from coordinator.config import Home, rules_of
 from coordinator.store import Store, may_have_begun, write_lost_anew
 from coordinator.swarm.transition import initial_state
@@ -203,7 +204,8 @@ def test_a_begun_runs_file_that_is_lost_is_written_anew_as_its_database_has_it(
     made(tmp_path / "function", *VISION)
     made(tmp_path / "adapters", *asked, "--lora", 4)
     made(tmp_path / "loop", "--loop", *VISION[:2], "--from", EXAMPLES)
-    for home in (tmp_path / name for name in ("plain", "function", "adapters", "loop")):
+    made(tmp_path / "given", *asked)
+    for home in (tmp_path / name for name in ("plain", "function", "adapters", "loop", "given")):
         run_file, described_in = home / "run.toml", home / "description.json"
         run = begun(home)
         assert run_file in write_lost_anew_after(home, run_file, described_in)
@@ -221,6 +223,21 @@ def test_a_begun_runs_file_that_is_lost_is_written_anew_as_its_database_has_it(
         capfd.readouterr()
         assert Home.load(home).run.digest() == run.digest()
         assert f"{run_file} was gone, and is written anew from atoll.db" in capfd.readouterr().err
+
+
+@pytest.mark.usefixtures("described_here")
+def test_a_start_writes_a_lost_description_anew_though_the_run_file_reads_without_it(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = tmp_path / "given"
+    made(home, "--from", llama, "--data", llama.parent / "tokens", "--context", 32)
+    run = begun(home)
+    (home / "description.json").unlink()
+    assert Home.load(home).run.digest() != run.digest()
+    served: list[Home] = []
+    monkeypatch.setattr(app, "run_coordinator", lambda home, config, **told: served.append(home))
+    assert console.run(cli.root, ["coordinator", "start", str(home)]) == 0
+    assert [each.run.digest() for each in served] == [run.digest()]
 
 
 def test_a_lost_run_file_is_not_written_where_the_database_has_another_or_none_yet(
