@@ -14,8 +14,8 @@ import argparse
 import json
 import os
 import platform
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -99,6 +99,16 @@ def asked_by(kind: type[Asked], row: Row) -> Asked:
     """
     values = {each.name: row[each.name] for each in fields(kind) if each.name in row}
     return kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+
+
+def run_missing(
+    tries: Iterable[Asked], known: dict[Asked, float], results: Rows, run: Callable[[Asked], float]
+) -> None:
+    """Runs what is not known yet, and notes each loss as it comes."""
+    for each in tries:
+        if each not in known:
+            known[each] = run(each)
+            results.add(asdict(each) | {"loss": known[each]})
 
 
 def markdown(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:

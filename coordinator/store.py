@@ -162,10 +162,17 @@ def write_lost_anew(run_file: Path) -> list[Path]:
     database = run_file.with_name(DATABASE_NAME).absolute()
     try:
         with closing(sqlite3.connect(f"{database.as_uri()}?mode=ro", uri=True)) as connection:
-            state, kept = row_of(connection, "swarm"), row_of(connection, "run_file")
-        if state is None or kept is None:
+            kept = row_of(connection, "run_file")
+            if kept is None:
+                return []
+            run = run_from_json(kept[1])
+            if (
+                run_file.exists() and run.description is None
+            ):  # nothing is lost; a state may be large
+                return []
+            state = row_of(connection, "swarm")
+        if state is None:
             return []
-        run = run_from_json(kept[1])
         text = toml_of(tables_of(run))
         written = validated_file(tomllib.loads(text), origin=DATABASE_NAME)
         written = written.model_copy(update={"description": run.description})

@@ -17,7 +17,7 @@ import logging
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,15 @@ import structlog
 import torch
 
 from benchmarks.learning.data_parallel import train_data_parallel
-from benchmarks.measurement import Rows, add_results, asked_by, markdown, parser_of, read_rows
+from benchmarks.measurement import (
+    Rows,
+    add_results,
+    asked_by,
+    markdown,
+    parser_of,
+    read_rows,
+    run_missing,
+)
 from benchmarks.race import RATES, TRAINED, inner_table
 from coordinator.presets.choosing import BLENDS, OFTEN_STEPS
 from coordinator.presets.loss import CODEC_LOSSES, POWER, SPARSE
@@ -266,11 +274,9 @@ def main() -> None:
     if options.fit:
         print("\n".join(f"{optimizer}: {fitted(known, optimizer)}" for optimizer in RATES))
         return
-    for seed, tried in itertools.product(options.seeds, tries_of(options.steps)):
-        each = replace(tried, seed=seed)
-        if each not in known and not options.report:
-            known[each] = run(each)
-            results.add(asdict(each) | {"loss": known[each]})
+    if not options.report:
+        asked = itertools.product(options.seeds, tries_of(options.steps))
+        run_missing((replace(tried, seed=seed) for seed, tried in asked), known, results, run)
     print("\n\n".join(report(known, options.steps)))
 
 

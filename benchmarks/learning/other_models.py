@@ -1,6 +1,6 @@
 """What outer step models want that are no language models: held-out loss beside data parallelism.
 
-    python -m benchmarks.learning.other_models [--seeds 0 1 2] [--steps 480] [--models digits]
+    python -m benchmarks.learning.other_models [--seeds 0 1 2] [--steps 480] [--every 15] [--models digits]
         [--results docs/results/other-models.jsonl] [--report]
 
 Two nodes train as loops of one's own do, by SGD with momentum or by AdamW, whose states they keep from round
@@ -15,7 +15,7 @@ import itertools
 import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -26,7 +26,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 — its usual name
 
 from benchmarks.learning.intervals import in_per_cent
-from benchmarks.measurement import Rows, add_results, asked_by, markdown, parser_of, read_rows
+from benchmarks.measurement import (
+    Rows,
+    add_results,
+    asked_by,
+    markdown,
+    parser_of,
+    read_rows,
+    run_missing,
+)
 from examples.functions import vision
 from node.exchange.outer_optimizer import Nesterov
 from node.outer_state import Vector
@@ -217,12 +225,12 @@ class Loop:
         return statistics.mean(losses)
 
 
-def tries_of(model: str, steps: int) -> Iterator[Try]:
+def tries_of(model: str, steps: int, intervals: Sequence[int]) -> Iterator[Try]:
     """What is run of a model."""
     for optimizer in OPTIMIZERS:
         first = Try(model=model, optimizer=optimizer, steps=steps)
         yield first
-        for interval, outer in itertools.product(INTERVALS, OUTER):
+        for interval, outer in itertools.product(intervals, OUTER):
             yield replace(first, interval=interval, outer=outer)
 
 
@@ -260,18 +268,19 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--every", type=int, nargs="+", choices=INTERVALS, default=INTERVALS)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
     parser.add_argument("--report", action="store_true", help="print what is there, run nothing")
     add_results(parser, RESULTS)
     options = parser.parse_args()
     torch.set_num_threads(1)
     known, results = known_in(options.results), Rows(options.results, is_printed=False)
-    for seed, model in itertools.product(options.seeds, options.models):
-        for tried in tries_of(model, options.steps):
-            each = replace(tried, seed=seed)
-            if each not in known and not options.report:
-                known[each] = run(each)
-                results.add(asdict(each) | {"loss": known[each]})
+    if not options.report:
+        asked = itertools.chain.from_iterable(
+            (replace(tried, seed=seed) for tried in tries_of(model, options.steps, options.every))
+            for seed, model in itertools.product(options.seeds, options.models)
+        )
+        run_missing(asked, known, results, run)
     print("\n\n".join(report(known, options.steps)))
 
 

@@ -17,14 +17,22 @@ import itertools
 import logging
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import structlog
 import torch
 
-from benchmarks.measurement import Rows, add_results, asked_by, markdown, parser_of, read_rows
+from benchmarks.measurement import (
+    Rows,
+    add_results,
+    asked_by,
+    markdown,
+    parser_of,
+    read_rows,
+    run_missing,
+)
 from benchmarks.race import RATES, TRAINED, inner_table
 from lab.simulation.plain_calls import Setting, spec_of, train_swarm
 from node.island.data.dataset import read_corpus
@@ -206,10 +214,7 @@ def main() -> None:
             tries = [replace(each, outer=outer, seed=seed) for each in OFTEN for outer in outers]
         else:
             tries = list(tries_of(seed, chosen.late))
-        for each in tries:
-            if each not in known:
-                known[each] = run(each)
-                results.add(asdict(each) | {"loss": known[each]})
+        run_missing(tries, known, results, run)
     print((report_by_nodes if chosen.by_nodes else report_often if chosen.often else report)(known))
 
 
