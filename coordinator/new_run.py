@@ -30,6 +30,8 @@ _NAMED = (
 )
 """Where one of these is given nobody is asked."""
 
+_OPTIMIZERS = ("adamw", "muon", "sgd")
+
 PORTS_OF_A_RUN = 10
 MOST_RUNS_HERE = 20
 """How far from the usual ports those of another run on the same machine are looked for."""
@@ -117,8 +119,9 @@ _PORT = click.IntRange(0, 65535)
 )
 @click.option(
     "--optimizer",
-    type=click.Choice(("adamw", "muon")),
-    help="The inner optimizer.  [default: muon for a new decoder, else adamw]",
+    type=click.Choice(_OPTIMIZERS),
+    help="The inner optimizer; with --loop what loops train by, sgd with momentum too.  [default: muon for a "
+    "new decoder, else adamw]",
 )
 @click.option(
     "--batch",
@@ -345,6 +348,7 @@ def _answered_model(wanted: "Wanted", model: str) -> "Wanted":
         model=None if is_folder else model,
         source=Path(model) if is_folder else None,
         lora=rank or None,
+        optimizer=_answered_optimizer("adamw" if is_folder else "muon") if is_loop else None,
         data=() if is_private or is_loop else tuple(map(_at_home, data.split())),
         private=is_private,
         loop=is_loop,
@@ -366,10 +370,20 @@ def _answered_function(wanted: "Wanted", function: str) -> "Wanted":
         wanted,
         function=function,
         source=Path(_at_home(folder)) if folder else None,
+        optimizer=_answered_optimizer("adamw") if is_loop else None,
         data=() if is_function or is_loop else tuple(map(_at_home, data.split())),
         data_function=data if is_function else None,
         loop=is_loop,
         context=context,
+    )
+
+
+def _answered_optimizer(usual: str) -> str:
+    """What loops train by: the exchange is chosen for it."""
+    return str(
+        click.prompt(
+            "what loops train by; sgd has momentum", default=usual, type=click.Choice(_OPTIMIZERS)
+        )
     )
 
 

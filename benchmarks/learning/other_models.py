@@ -41,7 +41,7 @@ from node.outer_state import Vector
 
 RESULTS = Path("docs/results/other-models.jsonl")
 NUM_NODES, BATCH = 2, 16
-STEPS, INTERVALS = 480, (5, 15, 30)
+STEPS, INTERVALS = 480, (2, 5, 15, 30)
 OUTER = ((1.0, 0.0), (0.7, 0.3), (0.7, 0.6))
 WARM_UP, FINAL = 0.05, 0.02
 """Parts of the run and of the rate."""

@@ -156,6 +156,7 @@ def advice_for(
         arithmetic=links.arithmetic,
         inner_optimizer=spec.inner.optimizer,
         has_weights=spec.goes_on_with_weights,
+        may_check=spec.data.may_be_checked,
         flops_per_second=6.0 * run.num_parameters * spec.tokens_per_inner_step / step_seconds,
     )
     given = _given(spec, steps)
@@ -163,7 +164,7 @@ def advice_for(
     every = [found(each, situation, given) for each in settings_of(situation, given)]
     every = [each for each in every if _fits(each, spec)]
     has_momentum = spec.outer.optimizer == "nesterov" and spec.outer.momentum > 0
-    often = often_steps(num_nodes)
+    often = often_steps(num_nodes, spec.inner.optimizer)
     may_often = not has_momentum or now.setting.interval <= often
     may = [each for each in every if may_often or each.setting.interval > often]
     least, least_of_all = (min(each.loss for each in [now, *some]) for some in (may, every))

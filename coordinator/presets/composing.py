@@ -109,6 +109,9 @@ told by the step."""
 USUAL_NODES = 4
 USUAL_FUNCTION_BATCH = 8
 
+SGD_RATE = 0.1
+"""Of residual networks (He et al. 2016, "Deep Residual Learning for Image Recognition", section 3.4)."""
+
 CONTINUED_SHARE = 5
 """Given weights are trained on at this part of the rate that a new model of their size takes: usual are
 a third to a tenth, and none was measured here."""
@@ -186,7 +189,7 @@ def new_run(wanted: Wanted, folder: Path) -> NewRun:
         values[("inner", "steps")] = (wanted.steps, "")
     goes_on_by_adamw = facts.has_loaded and values[("inner", "optimizer")][0] == "adamw"
     # With weights that are given momentum ends lower, however often is exchanged (reasons.WEIGHTS).
-    often = often_steps(wanted.num_nodes or FEW_NODES)
+    often = often_steps(wanted.num_nodes or FEW_NODES, _optimizer_of(wanted))
     if wanted.steps is not None and wanted.steps <= often and not goes_on_by_adamw:
         values |= {
             ("outer", "optimizer"): ("sgd", OFTEN),
@@ -210,10 +213,11 @@ def new_run(wanted: Wanted, folder: Path) -> NewRun:
     if values:
         _, _, tables = text.partition("\n\n")
         tables = _with_source(tables, trained.facts.model.get("source", "decoder"))
-        # Of tokens what is held out was settled when they were made, and loops have theirs.
-        is_settled = facts.data.get("source") in ("tokens", "loop")
-        retired = {("data", "held_out")} if is_settled else set()
-        if values.get(("inner", "optimizer"), ("muon",))[0] == "adamw":
+        if wanted.loop:
+            tables = _of_loops(tables, has_adapters=wanted.lora is not None)
+        # Of tokens what is held out was settled when they were made.
+        retired = {("data", "held_out")} if facts.data.get("source") == "tokens" else set()
+        if values.get(("inner", "optimizer"), ("muon",))[0] != "muon":
             retired |= {("inner", "muon_learning_rate")}
         text = with_values(f"{HEADER}\n{tables}", values, retired=retired)
         spec = validated(tomllib.loads(text), origin="the new run file")
@@ -251,6 +255,34 @@ def _with_source(tables: str, source: str) -> str:
         return tables
     table = _OTHER_MODELS[source]
     return re.sub(r"(?ms)^\[model\]\n.*?(?=^\[data\])", lambda _: table, tables)
+
+
+_LOOPS_OWN = re.compile(
+    r"(?m)^(# )?(beta1|beta2|weight_decay|muon_momentum|sparse|clip|samples|prompts|prompt_tokens) +=.*\n"
+)
+"""Lines of keys that no loop hears of: it has an optimizer and held-out data of its own."""
+
+_TABLES_OF_LOOPS = """\
+[data]
+source = "loop"             # what training loops bring or make
+
+[inner]
+optimizer = "muon"          # what loops train by, which exchanges are chosen for: "adamw", "muon" or "sgd"
+"""
+
+
+def _of_loops(tables: str, *, has_adapters: bool) -> str:
+    """The template without what loops settle by themselves."""
+    adapters = re.search(r"(?ms)^\[lora\]\n.*?(?=^\[inner\])", tables)
+    assert adapters is not None
+    kept = f"{adapters[0]}[inner]\n" if has_adapters else "[inner]\n"
+    begin = _TABLES_OF_LOOPS.replace("[inner]\n", kept)
+    tables = re.sub(r'(?ms)^\[data\]\n.*?^optimizer = "muon" .*?\n', lambda _: begin, tables)
+    tables = tables.replace(
+        "# AdamW's peak; 1e-2 where it trains matrices too, as left out",
+        "# peak of swarm.learning_rate, which loops may follow",
+    )
+    return _LOOPS_OWN.sub("", tables)
 
 
 def _trained(wanted: Wanted, facts: Facts) -> tuple[Trained, str]:
@@ -425,7 +457,9 @@ def _inner(wanted: Wanted, trained: Trained) -> dict[Place, tuple[Any, str]]:
 
 
 def _learning_rate(wanted: Wanted, trained: Trained) -> tuple[float, str]:
-    """AdamW's where it trains everything."""
+    """AdamW's where it trains everything, or that of loops by SGD."""
+    if wanted.optimizer == "sgd":
+        return SGD_RATE, "usual for SGD with momentum; what this model wants, you know better"
     is_function = wanted.function is not None
     if not trained.facts.has_loaded:
         why = "a decoder's of this size; what this model wants, you know better"
@@ -468,6 +502,7 @@ def _planned(wanted: Wanted, trained: Trained) -> tuple[Plan, str]:
         arithmetic=None if found is None else found.arithmetic,
         inner_optimizer=_optimizer_of(wanted),
         has_weights=facts.has_loaded,
+        may_check=not (wanted.loop or wanted.private),
         flops_per_second=operations / step_seconds,
     )
     plan = chosen(situation, {} if wanted.steps is None else {("inner", "steps"): wanted.steps})

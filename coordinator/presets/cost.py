@@ -321,8 +321,16 @@ class Situation:
     has_weights: bool = False
     """Whether nodes go on with weights that are given."""
 
+    may_check: bool = True
+    """Whether nodes spot-check each other's contributions: those of loops and of private data nobody can."""
+
     flops_per_second: float = 0.0
     """What a node achieves, by 6 operations for each parameter and token; 0: as a CPU does."""
+
+    @property
+    def spot_checks(self) -> bool:
+        """Whether nodes do so: it takes three."""
+        return self.may_check and self.num_nodes >= 3
 
     @property
     def times_as_fast(self) -> float:
@@ -396,7 +404,7 @@ def audit_bytes(situation: Situation, setting: Setting) -> float:
     """What a node gives auditors in a round, and those who spot-check contributions, on average."""
     nodes, contribution = situation.num_nodes, CODEC_COSTS[setting.uplink].bits
     error = AUDITED_ERROR_BITS / nodes if setting.keeps_error else 0.0
-    checks = (nodes - 1) / nodes if nodes > 2 else 0.0
+    checks = (nodes - 1) / nodes if situation.spot_checks else 0.0
     bodies = _values(situation, setting) * ((1 + checks) * contribution + error) / 8
     return setting.audit * (bodies + (nodes + 1 + nodes * checks) * PAYLOAD_HEADER_BYTES)
 
@@ -404,7 +412,7 @@ def audit_bytes(situation: Situation, setting: Setting) -> float:
 def checking_share(situation: Situation, setting: Setting) -> float:
     """The part of the time for inner steps that nodes spot-check each other in, on average."""
     samples = setting.steps * situation.batch
-    if situation.num_nodes < 3 or samples < LEAST_CHECKED:
+    if not situation.spot_checks or samples < LEAST_CHECKED:
         return 0.0
     passes = PASSES_OF_CHECK * num_spot_checked(samples)
     return setting.audit * passes / (PASSES_OF_TRAINING * samples)

@@ -11,11 +11,11 @@ from coordinator.presets.choosing import (
     FEW_NODES,
     OFTEN_STEPS,
     OFTEN_STEPS_OF_MORE,
+    OFTEN_STEPS_OF_SGD,
     SOME_EXCHANGES,
-    often_steps,
 )
 from coordinator.presets.loss import LEAST_EXCHANGES, SPARSE
-from coordinator.presets.reasons import OFTEN_BY_MORE, SELDOM_BY_TWO, counted, every
+from coordinator.presets.reasons import BY_SGD, OFTEN_BY_MORE, SELDOM_BY_TWO, counted, every
 from protocol.run.run_spec import RunSpec
 
 SHORT_STEPS, LEAST_IN_SHORT, ENOUGH_IN_SHORT = 300, 4, 8
@@ -28,8 +28,11 @@ SOME_MOMENTUM, MUCH_MOMENTUM = 0.3, 0.8
 In 120 inner steps AdamW ended alike with 0.3 and 0.6 in 12 exchanges, every 10. Muon ended 1 % lower with 0.6
 in 8, every 15."""
 
-SGD_OF_LOOPS = "by SGD with momentum they ended 1 to 28 % lower with 0.6"
-"""In 12 to 32 exchanges, than with 0.3 (benchmarks.learning.other_models)."""
+LEAST_OF_SGD = 12
+"""From so many exchanges on loops by SGD were measured (benchmarks.learning.other_models)."""
+
+IF_BY_SGD = 'if they do by SGD, write [inner] optimizer = "sgd" instead'
+NESTEROV = 'write optimizer = "nesterov", learning_rate = 0.7 and momentum = 0.6'
 
 SELDOM_STEPS = 30
 """From so many inner steps on the plain mean costs two nodes more than seeds differ, by AdamW."""
@@ -62,7 +65,11 @@ def costs_in_words(run: RunSpec, *, num_nodes: int | None = None) -> Iterator[st
     if run.goes_on_with_weights or run.exchange.uplink in SPARSE:
         return
     interval = fragments * steps
-    if _momentum_of(run) > SOME_MOMENTUM:
+    if run.inner.optimizer == "sgd":
+        is_often = interval <= OFTEN_STEPS_OF_SGD
+        if _momentum_of(run) <= SOME_MOMENTUM and exchanges >= LEAST_OF_SGD and not is_often:
+            yield f"[outer] {BY_SGD}, or by a momentum of {SOME_MOMENTUM:g}: {NESTEROV}"
+    elif _momentum_of(run) > SOME_MOMENTUM:
         yield from _of_momentum(run, interval=interval, exchanges=exchanges)
     elif _momentum_of(run) == 0 and exchanges >= SOME_EXCHANGES:
         yield from _of_plain_mean(run, interval=interval, num_nodes=num_nodes)
@@ -88,9 +95,9 @@ def _momentum_of(run: RunSpec) -> float:
 
 def _of_momentum(run: RunSpec, *, interval: int, exchanges: int) -> Iterator[str]:
     momentum = _momentum_of(run)
-    # What loops train by is their own: [inner] optimizer of a run of loops alone is nobody's choice.
+    # In a run of loops alone "adamw" may be nobody's choice: it is what a file says that was not asked.
     is_of_loops = run.data.source == "loop"
-    by_adamw = " if loops train by AdamW" if is_of_loops else ""
+    by_adamw = f" if loops train by AdamW; {IF_BY_SGD}" if is_of_loops else ""
     if run.exchange.overlap == "blend" and run.inner.optimizer == BLENDS:
         return
     # Between this and OFTEN_STEPS it costs no more than seeds differ.
@@ -106,13 +113,13 @@ def _of_momentum(run: RunSpec, *, interval: int, exchanges: int) -> Iterator[str
         yield (
             f"[outer] momentum = {momentum:g} overshoots where each parameter is exchanged only "
             f"{counted(exchanges, 'time')}: 0.6 ended 1 to 9 % higher than 0.3{far}; write momentum = "
-            f"{SOME_MOMENTUM:g}{by_adamw}" + (f"; {SGD_OF_LOOPS}" if is_of_loops else "")
+            f"{SOME_MOMENTUM:g}{by_adamw}"
         )
 
 
 def _of_plain_mean(run: RunSpec, *, interval: int, num_nodes: int) -> Iterator[str]:
     """Where exchanges are neither few nor frequent; of two nodes Muon's lose less by it than seeds differ."""
-    if num_nodes > FEW_NODES and interval > often_steps(num_nodes):
+    if num_nodes > FEW_NODES and interval > OFTEN_STEPS_OF_MORE:
         lost = OFTEN_BY_MORE
     elif interval >= SELDOM_STEPS and run.inner.optimizer != "muon":
         lost = SELDOM_BY_TWO
@@ -120,6 +127,5 @@ def _of_plain_mean(run: RunSpec, *, interval: int, num_nodes: int) -> Iterator[s
         return
     yield (
         f"[outer] a plain mean learns less than Nesterov's step where each parameter is exchanged "
-        f'{every(interval, "inner step")}: {lost}; write optimizer = "nesterov", learning_rate = 0.7 and '
-        "momentum = 0.6"
+        f"{every(interval, 'inner step')}: {lost}; {NESTEROV}"
     )

@@ -358,6 +358,7 @@ def _situation(
         congestion_control=keys.congestion,
         inner_optimizer=spec.inner.optimizer,
         has_weights=spec.goes_on_with_weights,
+        may_check=spec.data.may_be_checked,
         flops_per_second=6.0 * spec.num_parameters * spec.tokens_per_inner_step / step_seconds,
     )
 

@@ -205,6 +205,12 @@ def _refuse_two_kinds_of_data(wanted: Wanted) -> None:
     if wanted.loop and (wanted.data or wanted.data_function is not None or wanted.private):
         other = "--data" if wanted.data else "--private" if wanted.private else "--data-function"
         raise _twice("--loop", other, "what it learns from")
+    if wanted.optimizer == "sgd" and not wanted.loop:
+        raise UsageError(
+            "--optimizer sgd is what training loops of their own may train by, and Atoll's ranks by adamw or "
+            "muon",
+            next_step="add --loop, or name one of these",
+        )
     if wanted.private and (wanted.data or wanted.data_function is not None):
         raise UsageError(
             f"--private goes without {'--data' if wanted.data else '--data-function'}: each node has data "

@@ -87,6 +87,11 @@ class DataSection(Section):
     tokenizer: HexDigest | None = None  # that private tokens are made with; None: bytes
     most_weight: Annotated[float, Field(gt=0, lt=1)] | None = None
 
+    @property
+    def may_be_checked(self) -> bool:
+        """Whether other nodes can train what one was leased: of loops and of private data none can."""
+        return not self.private and self.source != "loop"
+
     @model_validator(mode="after")
     def _private_data_stand_with_their_holders(self) -> Self:
         if self.private and self.source not in ("text", "tokens"):
@@ -131,9 +136,12 @@ class DataSection(Section):
 
 
 class InnerSection(Section):
-    """[inner]: training within a round. Schedules follow the run's progress, never a node's own steps."""
+    """[inner]: training within a round. Schedules follow the run's progress, never a node's own steps.
 
-    optimizer: Literal["adamw", "muon"] = "adamw"
+    "sgd", with momentum, is what loops of one's own train by: exchanges are chosen for it, no rank has it.
+    """
+
+    optimizer: Literal["adamw", "muon", "sgd"] = "adamw"
     steps: Positive = 15
     round_tokens: Annotated[int, Field(gt=0, lt=2**63)] | None = None
     batch: Positive = 8
@@ -366,6 +374,15 @@ class RunSpec(Section):
         if self.lora.rank and self.model.source != "transformers":
             raise ValueError(
                 f'[lora] goes with [model] source = "transformers", not "{self.model.source}"'
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _sgd_is_a_loops(self) -> Self:
+        if self.inner.optimizer == "sgd" and self.data.source != "loop":
+            raise ValueError(
+                '[inner] optimizer = "sgd" goes with [data] source = "loop": it is what loops of their own '
+                'train by, and Atoll trains by "adamw" or "muon"'
             )
         return self
 

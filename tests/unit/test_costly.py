@@ -82,13 +82,26 @@ def test_nothing_is_said_of_what_costs_nothing_or_was_not_measured(told: dict[st
     assert said(**told) == ""
 
 
-def test_a_run_of_loops_hears_of_momentum_by_what_they_may_train_by() -> None:
-    heard = said(rounds=20, data={"source": "loop"})
-    assert "write momentum = 0.3 if loops train by AdamW" in heard and "by SGD" in heard
-    assert said(steps=5, data={"source": "loop"}).endswith(
-        "leave momentum out if loops train by AdamW"
-    )
+def test_a_run_of_loops_hears_of_momentum_by_what_they_train_by() -> None:
+    loops = {"data": {"source": "loop"}}
+    heard = said(rounds=20, **loops)
+    assert "write momentum = 0.3 if loops train by AdamW" in heard
+    assert 'if they do by SGD, write [inner] optimizer = "sgd" instead' in heard
+    assert "leave momentum out if loops train by AdamW" in said(steps=5, **loops)
     assert "loops" not in said(rounds=20) + said(steps=5)
+    for rounds, steps in ((20, 15), (100, 5), (16, 60)):
+        by_sgd = {"inner": {"steps": steps, "optimizer": "sgd"}} | loops
+        assert said(rounds=rounds, steps=steps, **by_sgd) == "", "0.6 is best for them"
+        for outer in (PLAIN, {"momentum": 0.3}):
+            assert "up to 29 % lower" in said(rounds=rounds, steps=steps, outer=outer, **by_sgd)
+
+
+def test_loops_by_sgd_may_take_the_plain_mean_where_exchanges_are_most_frequent() -> None:
+    by_sgd: dict[str, Any] = {
+        "data": {"source": "loop"},
+        "inner": {"steps": 2, "optimizer": "sgd"},
+    }
+    assert said(steps=2, **by_sgd) == said(steps=2, outer=PLAIN, **by_sgd) == ""
 
 
 def test_who_writes_what_was_said_hears_nothing_more() -> None:

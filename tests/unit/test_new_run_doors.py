@@ -90,6 +90,39 @@ def test_a_run_of_loops_names_no_data_and_its_function_may_return_the_module_alo
 
 
 @pytest.mark.usefixtures("described_here")
+def test_a_run_file_of_loops_has_what_reaches_them_and_an_outer_step_for_what_they_train_by(
+    tmp_path: Path, llama: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    code = tmp_path / "code"
+    code.mkdir()
+    (code / "one.py").write_text(
+        "from torch import nn\n\n\ndef model():\n    return nn.Linear(700, 700)\n"
+    )
+    run = ("--function", "one:model", "--from", code, "--loop", "--link", "1mbit", "--step", "1s")
+    by_adamw = made(tmp_path / "adamw", *run, "--total-steps", 300)
+    by_sgd = made(tmp_path / "sgd", *run, "--total-steps", 300, "--optimizer", "sgd")
+    assert by_adamw.outer.optimizer == "sgd", "the plain mean"
+    assert (by_sgd.outer.optimizer, by_sgd.outer.learning_rate) == ("nesterov", 0.7)
+    assert (by_sgd.outer.momentum, by_sgd.inner.optimizer) == (0.6, "sgd")
+    often = made(tmp_path / "often", *run[:5], "--optimizer", "sgd", "--steps", 4)
+    assert (often.outer.optimizer, often.outer.momentum) == ("sgd", 0.0)
+    rarer = made(tmp_path / "rarer", *run[:5], "--optimizer", "sgd", "--steps", 5)
+    assert (rarer.outer.optimizer, rarer.outer.momentum) == ("nesterov", 0.6)
+    told = capfd.readouterr().out
+    assert "4 nodes" in told and "spot checks" not in told, "nobody can train what a loop makes"
+    for spec in (by_adamw, by_sgd, often, rarer):
+        text = (tmp_path / spec.run.name / "run.toml").read_text()
+        for key in ("paths", "held_out", "beta2", "weight_decay", "clip", "sparse", "prompts"):
+            assert f"\n{key} " not in text, key
+        assert "[lora]" not in text and "[exchange]" in text and "schedule =" in text
+        assert "# what loops train by" in text
+    adapters = made(tmp_path / "adapters", "--from", llama, "--loop", "--lora", 4)
+    assert adapters.lora.rank == 4 and "alpha" in (tmp_path / "adapters" / "run.toml").read_text()
+    assert init(tmp_path / "other", "--optimizer", "sgd") == 64
+    assert "add --loop" in capfd.readouterr().err
+
+
+@pytest.mark.usefixtures("described_here")
 def test_a_transformers_folder_is_trained_by_loops_without_any_tokens(
     llama: Path, tmp_path: Path
 ) -> None:
@@ -335,15 +368,13 @@ def test_a_terminal_asks_for_what_goes_with_the_model_that_is_named(
     assert (wanted.source, wanted.num_nodes, wanted.link) == (EXAMPLES, 3, "100mbit")
     wanted = answered("lm:model", "", "tokens", "64", "", "")
     assert (wanted.source, wanted.data, wanted.context) == (None, ("tokens",), 64)
-    wanted = answered("gan:model", "", "loop", "", "")
-    assert (wanted.function, wanted.loop, wanted.data, wanted.context) == (
-        "gan:model",
-        True,
-        (),
-        None,
+    wanted = answered("gan:model", "", "loop", "sgd", "", "")
+    assert (wanted.function, wanted.loop, wanted.data, wanted.context, wanted.optimizer) == (
+        *("gan:model", True, ()),
+        *(None, "sgd"),
     )
-    wanted = answered("3m", "loop", "", "")
-    assert (wanted.model, wanted.loop, wanted.data) == ("3m", True, ())
+    wanted = answered("3m", "loop", "", "", "")
+    assert (wanted.model, wanted.loop, wanted.data, wanted.optimizer) == ("3m", True, (), "muon")
     monkeypatch.setenv("HOME", str(llama.parent))
     wanted = answered("~/llama", "", "~/tokens", "", "")
     assert (wanted.source, wanted.data) == (llama, (str(llama.parent / "tokens"),)), (

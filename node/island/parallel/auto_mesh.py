@@ -25,7 +25,7 @@ from protocol.run.run_spec import RunSpec
 DeviceKind = Literal["cpu", "cuda", "xpu", "mps"]
 
 _VALUE_BYTES = 4
-_MOMENTS = {"adamw": 2, "muon": 1}  # Muon leaves some tensors to AdamW, which take more
+_MOMENTS = {"adamw": 2, "muon": 1, "sgd": 1}  # Muon leaves some tensors to AdamW, which take more
 _PROCESS_BYTES = 100 << 20  # what a forked rank has of its own; a GPU's context was not measured
 _GPU_MARGIN, _GPU_BYTES = 1.15, 3_000_000_000  # beside a rank's tensors, of a GPU's memory
 
