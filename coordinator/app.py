@@ -2,6 +2,7 @@
 
 import asyncio
 import secrets
+import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext
@@ -19,6 +20,7 @@ from coordinator.config import (
     Home,
     local_host,
     rules_in_force,
+    unfinished_rotation_folder,
 )
 from coordinator.dashboard.given import GivenFile
 from coordinator.dashboard.link import open_dashboard, page_link, page_token
@@ -274,6 +276,8 @@ def _recover(home: Home, signer: CommitSigner, opened: AsyncExitStack) -> Recove
     require_ours(home.directory, WRITTEN)
     store = Store.open(home.directory, sign=signer.signature_of)
     opened.callback(store.close)
+    # The folder is ours now: keys of a change that was killed early are nobody's.
+    shutil.rmtree(unfinished_rotation_folder(home.directory), ignore_errors=True)
     writer, reader = (
         ThreadPoolExecutor(max_workers=1, thread_name_prefix=name) for name in ("commits", "reads")
     )

@@ -353,6 +353,11 @@ def rotation_folder(directory: Path) -> Path:
     return directory / "keys.new"
 
 
+def unfinished_rotation_folder(directory: Path) -> Path:
+    """Where new keys lie until all of them are there."""
+    return directory / "keys.new.part"
+
+
 def finish_rotation(directory: Path) -> None:
     """Puts new keys in their places, where that was begun. May be repeated, and interrupted."""
     new = rotation_folder(directory)

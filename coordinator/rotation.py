@@ -27,6 +27,7 @@ from coordinator.config import (
     Home,
     finish_rotation,
     rotation_folder,
+    unfinished_rotation_folder,
 )
 from protocol.errors import BadDataError, UsageError
 from protocol.files.durable import FolderLock, read_secret, sync_folder, write_atomically
@@ -130,7 +131,7 @@ class Rotation:
     def _take_places(self, *files: tuple[str, bytes, int]) -> None:
         """Makes files, by name, content and mode, the folder's: all of them or none."""
         new = rotation_folder(self.directory)
-        unfinished = new.with_name(f"{new.name}.part")
+        unfinished = unfinished_rotation_folder(self.directory)
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(mode=0o700)
         for name, content, mode in files:

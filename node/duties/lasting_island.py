@@ -30,7 +30,12 @@ from node.island.island import (
     both,
     rest_of,
 )
-from node.island.ranks.faults import LoopGoneError, RankDiedError, RankHungError
+from node.island.ranks.faults import (
+    LoopGoneError,
+    LostPieceError,
+    RankDiedError,
+    RankHungError,
+)
 from node.outer_state import Vector
 from protocol.wire.findings import SpotChecked
 from protocol.wire.messages import Evaluated, EvaluationAsked, Report, Wrote
@@ -300,6 +305,10 @@ class LastingIsland:
             self.is_restarting = False
 
     def _count(self, death: RankDiedError) -> None:
+        if isinstance(
+            death, LostPieceError
+        ):  # node.island.data.supply counts those, for each piece
+            return
         now = asyncio.get_running_loop().time()
         self._deaths = [at for at in self._deaths if now - at < DEATHS_SECONDS] + [now]
         # Hangs may be further apart than that, each as long as it took to be noticed.

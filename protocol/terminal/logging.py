@@ -65,6 +65,47 @@ class SparseFigures:
         return event
 
 
+WHO = ("node", "nodes", "sender", "to", "peer", "reducer", "what", "verdict")
+"""Facts that tell two warnings of a round apart; others, such as figures and slices, are new in each."""
+
+QUIET_ROUNDS = 32
+"""After so many rounds without it a warning is news again."""
+
+MOST_REMEMBERED = 1024
+"""Warnings: members may have any number of names."""
+
+
+class SparseWarnings:
+    """Of a warning that comes round after round people are shown the first, second, fourth, eighth … time.
+
+    Each that is shown says how many were left out since. Of another node it is another warning.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[
+            tuple[str, ...], tuple[int, int]
+        ] = {}  # how often, and in which round last
+
+    def __call__(
+        self, _logger: object, method: str, event: structlog.typing.EventDict
+    ) -> structlog.typing.EventDict:
+        """A processor of structlog. Raises DropEvent for what is left out."""
+        number = event.get("round")
+        if method != "warning" or not isinstance(number, int):
+            return event
+        key = (event["event"], *(str(event.get(name, "")) for name in WHO))
+        num, last = self._seen.pop(key, (0, number))
+        num = num + 1 if abs(number - last) <= QUIET_ROUNDS else 1
+        self._seen[key] = num, number
+        if len(self._seen) > MOST_REMEMBERED:
+            del self._seen[next(iter(self._seen))]
+        if num & (num - 1):
+            raise structlog.DropEvent
+        if left_out := max(0, num // 2 - 1):
+            event["left_out"] = event.get("left_out", 0) + left_out
+        return event
+
+
 MOST_WARNINGS = 60
 """Alike, in as many seconds: what strangers and members may cause is not to fill a disk, or push all else
 out of the log files."""
@@ -234,6 +275,10 @@ def start_logging(
         return event
 
     _every_line.update(context)
+    is_sparse = not (as_json or is_debug) and kept is not None
+    sparse: list[structlog.typing.Processor] = (
+        [SparseFigures(), SparseWarnings()] if is_sparse else []
+    )
     renderers: list[structlog.typing.Processor] = (
         [structlog.processors.dict_tracebacks, structlog.processors.JSONRenderer()]
         if as_json
@@ -245,7 +290,7 @@ def start_logging(
             structlog.processors.add_log_level,
             SparseLines(),
             keep,
-            *([] if as_json or is_debug or kept is None else [SparseFigures()]),
+            *sparse,
             structlog.processors.TimeStamper(fmt="iso" if as_json else "%H:%M:%S", utc=as_json),
             tell_of_lost_lines,
             *renderers,

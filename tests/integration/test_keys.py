@@ -459,6 +459,15 @@ def test_a_change_of_keys_that_was_killed_at_any_step_is_finished_or_was_none(
     assert have_changed == sorted(have_changed) and set(have_changed) == {False, True}
 
 
+async def test_a_start_removes_keys_that_a_killed_change_has_left(tmp_path: Path) -> None:
+    home = new_home(tmp_path / "home")
+    left = home.directory / "keys.new.part"
+    left.mkdir(mode=0o700)
+    (left / "ca.key").write_bytes(Authority.create(new_swarm_id()).key_pem)
+    async with serving(home):
+        assert not left.exists()
+
+
 def _list_invites(credentials: Credentials) -> None:
     with open_blocking_channel(credentials) as channel:
         OperatorServiceStub(channel).ListInvites(operator_pb2.ListInvitesRequest())

@@ -1,5 +1,6 @@
 """Nodes with some of the shards train on all of them: what they lack comes from the other members."""
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -124,6 +125,35 @@ def test_a_flipped_byte_is_named_by_the_node_that_asked_which_waits_for_a_member
             node.ends(node.shared_memory())
             assert "run finished" in node.log
         assert swarm.status().run.committed_round == 3
+    finally:
+        swarm.end()
+
+
+@pytest.mark.nightly
+def test_a_node_whose_disk_has_damaged_what_it_fetched_fetches_it_again_and_trains_on(
+    folder: Path, tmp_path: Path
+) -> None:
+    """Every piece, and while it was stopped: what ranks have read once is in their memory."""
+    swarm = Swarm(tmp_path / "swarm", run_text(folder, rounds=6, min_nodes=1))
+    try:
+        invite = swarm.invite("--uses", "2")
+        for name in ("library", "student"):
+            swarm.join(name, invite)
+        library = swarm.start_node("library", "--loop", "--data", str(folder))
+        student = swarm.start_node("student")
+        student.says("applied  ", times=2)
+        student.stop(signal.SIGTERM)
+        cached = sorted((swarm.folder / "student" / "data-cache").glob("*.piece"))
+        as_they_were = [path.read_bytes() for path in cached]
+        for path in cached:
+            path.write_bytes(bytes(path.stat().st_size))
+        student = swarm.start_node("student")
+        for node in (student, library):
+            node.ends(node.shared_memory())
+            assert "run finished" in node.log
+        assert student.log.count("was damaged in") == 2, "told once, and as why ranks start again"
+        restored = [path.read_bytes() for path in cached if path.exists()]
+        assert restored and all(content in as_they_were for content in restored)
     finally:
         swarm.end()
 

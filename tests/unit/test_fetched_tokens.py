@@ -2,6 +2,8 @@
 
 import json
 import os
+import pickle
+import shutil
 import threading
 import time
 from pathlib import Path
@@ -16,6 +18,7 @@ from node.island.data.fetching import FetchedFiles, PieceCache, is_url
 from node.island.data.manifest import FileEntry, piece_digests, read_manifest
 from node.island.data.opening import open_dataset
 from node.island.data.places import DataPlaces
+from node.island.ranks.faults import LostPieceError
 from protocol.errors import BadDataError, ConfigError, NoInputError, UnavailableError
 from protocol.run.run_spec import RunSpec
 from tests.unit.served_folder import serving
@@ -132,12 +135,28 @@ def test_a_piece_of_peers_that_the_disk_changed_is_told_from_one_without_room(
     files = FetchedFiles([], {"a": entry}, 10, cache)
     cache.path_of(entry.pieces[0]).write_bytes(b"one tokans")
     cache.path_of(entry.pieces[1]).unlink()
-    with pytest.raises(UnavailableError, match="was damaged in") as damaged:
+    with pytest.raises(LostPieceError, match="was damaged in") as damaged:
         files.read("a", 0, 10)
-    assert "start the node again, which fetches it anew" in damaged.value.next_step
-    with pytest.raises(UnavailableError, match=r"is not in .* any more") as gone:
+    with pytest.raises(LostPieceError, match=r"is not in .* any more") as gone:
         files.read("a", 10, 20)
     assert "data_cache" in gone.value.next_step and "data_cache" not in damaged.value.next_step
+    assert (damaged.value.piece, gone.value.piece) == entry.pieces
+    assert pickle.loads(pickle.dumps(gone.value)).piece == entry.pieces[1], "as ranks send it"
+
+
+def test_a_damaged_piece_of_the_owners_folder_is_fetched(folder: Path, tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    shutil.copytree(folder, own)
+    content = bytearray((own / "00001.tokens").read_bytes())
+    content[PIECE + 1] ^= 1
+    (own / "00001.tokens").write_bytes(content)
+    with serving(folder) as served:
+        dataset = fetched_from(served.url, spec_of(folder), tmp_path, own=str(own))
+        assert same(dataset, here(folder))
+        assert served.of_tokens() == ["00001.tokens"], "nothing else came"
+    (tmp_path / "cache" / f"{read_manifest(folder).files['00001.tokens'].pieces[1]}.piece").unlink()
+    with pytest.raises(BadDataError, match=rf"{own}/00001\.tokens is damaged: piece 1"):
+        everything(fetched_from(served.url, spec_of(folder), tmp_path, own=str(own)))
 
 
 def test_what_was_not_used_for_longest_makes_room(folder: Path, tmp_path: Path) -> None:

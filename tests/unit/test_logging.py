@@ -12,10 +12,13 @@ import structlog
 from protocol.terminal.logging import (
     FIGURES,
     MOST_LINES,
+    MOST_REMEMBERED,
     MOST_WARNINGS,
+    QUIET_ROUNDS,
     LogStream,
     SparseFigures,
     SparseLines,
+    SparseWarnings,
 )
 
 ROOT = Path(__file__).parents[2]
@@ -157,3 +160,35 @@ def test_what_is_said_again_and_again_is_shown_so_often_and_the_next_line_says_o
         "event": "refused a stream of a stranger",
         "left_out": 1000 - MOST_WARNINGS,
     }
+
+
+def test_a_warning_of_each_round_is_shown_ever_more_seldom_and_again_after_quiet_rounds() -> None:
+    sparse = SparseWarnings()
+
+    def shown(number: int, **facts: object) -> object:
+        event = {"event": "contribution clipped", "round": number, "factor": number / 7} | facts
+        try:
+            return sparse(None, "warning", event).get("left_out", 0)
+        except structlog.DropEvent:
+            return None
+
+    told = {n: left_out for n in range(1, 1001) if (left_out := shown(n, sender="a")) is not None}
+    assert told == {1: 0, 2: 0, 4: 1, 8: 3, 16: 7, 32: 15, 64: 31, 128: 63, 256: 127, 512: 255}
+    assert shown(1000, sender="b") == 0, "another node is news"
+    assert shown(1000 + QUIET_ROUNDS + 1, sender="a") == 0, "and so is what has passed"
+
+
+def test_of_warnings_of_each_round_nothing_else_is_left_out() -> None:
+    """Neither errors, nor warnings without a round, which come when something happens."""
+    sparse = SparseWarnings()
+    for number in range(20):
+        assert sparse(None, "error", {"event": "not saved", "round": number})
+        assert sparse(None, "info", {"event": "applied", "round": number})
+        assert sparse(None, "warning", {"event": "rank died", "why": "it was killed"})
+
+
+def test_names_of_any_number_take_no_room_for_good() -> None:
+    sparse = SparseWarnings()
+    for number in range(3 * MOST_REMEMBERED):
+        assert sparse(None, "warning", {"event": "late", "round": 1, "node": str(number)})
+    assert len(sparse._seen) == MOST_REMEMBERED

@@ -7,19 +7,22 @@ from typing import Any
 
 import numpy as np
 import pytest
+from structlog.testing import capture_logs
 
 from lab.simulation.memory_transport import MemoryNetwork
+from node.duties.lasting_island import LastingIsland
 from node.island.data.dataset import SampleOrder
 from node.island.data.island import EVALUATE_SECONDS, SuppliedIsland
 from node.island.data.manifest import Piece, read_manifest
 from node.island.data.opening import open_dataset
-from node.island.data.supply import ready_steps
+from node.island.data.supply import MOST_LOSSES, ready_steps
 from node.island.island import Ability, Evaluation, InnerReport, InnerWork, Island, Progress
+from node.island.ranks.faults import LostPieceError
 from node.models.text import files_of_tokenizer, text_of_run
 from node.outer_state import Vector
-from protocol.errors import ConfigError, NoInputError
+from protocol.errors import ConfigError, NoInputError, UnavailableError
 from protocol.run.run_spec import RunSpec
-from protocol.wire.rounds import CorpusSummary
+from protocol.wire.rounds import CorpusSummary, Digest
 from tests.unit.exchange_scene import in_virtual_time
 from tests.unit.peer_tokens_scene import (
     PIECE,
@@ -264,6 +267,90 @@ async def test_what_nobody_has_ends_the_round_with_what_is_trained_and_no_plan_c
     assert scene.island.ability.trains
     assert (await scene.train(5)).inner_steps == 5
     assert scene.ranks.trained == scene.expected(5)
+    await scene.stop()
+
+
+@in_virtual_time
+async def test_what_the_disk_damages_of_fetched_tokens_comes_again_and_is_trained(
+    folder: Path, spec: RunSpec, tmp_path: Path
+) -> None:
+    *_, scene = await beside_one_that_has(folder, spec, tmp_path)
+    assert (await scene.train(5)).inner_steps == 5
+    cache = scene.member.held.cache
+    damaged = cache.path_of(first_piece(folder, spec).digest)
+    flipped(damaged, 3)
+    lasting = LastingIsland(scene.island)
+    await lasting.start()  # others, which have read nothing yet
+    lasting.come_up()
+    scene.ranks.trained.clear()
+    with capture_logs() as logs:
+        report = await lasting.train_and_publish(scene.work(5), 0, lambda progress: None)
+    assert report.inner_steps == 5 and scene.ranks.trained == scene.expected(5)
+    [told] = [one for one in logs if one["event"] == "a piece of the run's tokens is fetched again"]
+    assert f"was damaged in {cache.folder}" in told["why"]
+    assert damaged.read_bytes() == content_of(folder, first_piece(folder, spec))
+    await scene.stop()
+
+
+@in_virtual_time
+async def test_a_damaged_piece_of_the_owners_folder_comes_from_peers_and_their_file_stays_as_it_is(
+    folder: Path, spec: RunSpec, tmp_path: Path
+) -> None:
+    """Both of a file that ranks read, and of the held-out tokens of an evaluation."""
+    own = copied(folder, tmp_path / "own", files_of(folder))
+    piece = first_piece(folder, spec)
+    held_out = next(
+        p for p in pieces_of(folder) if p.file == read_manifest(folder).held_out[0].tokens
+    )
+    for each in (piece, held_out):
+        flipped(own / each.file, each.start)
+    as_it_was = (own / piece.file).read_bytes()
+    network = MemoryNetwork()
+    scene = Scene(spec, Member("own", network, spec, tmp_path, own=own))
+    await introduce(Member("has", network, spec, tmp_path, own=folder), scene.member)
+    await scene.start()
+    lasting = LastingIsland(scene.island)
+    lasting.come_up()
+    report = await lasting.train_and_publish(scene.work(5), 0, lambda progress: None)
+    assert report.inner_steps == 5
+    assert scene.ranks.trained[-10:] == scene.expected(5)
+    assert await lasting.evaluate() == Evaluation(loss=1.0, tokens=1)
+    held = scene.member.held
+    assert held.piece(Digest(bytes.fromhex(piece.digest))) == content_of(folder, piece)
+    assert (own / piece.file).read_bytes() == as_it_was
+    await scene.stop()
+
+
+@in_virtual_time
+async def test_a_damaged_piece_that_nobody_else_has_is_told_with_its_file(
+    folder: Path, spec: RunSpec, tmp_path: Path
+) -> None:
+    own = copied(folder, tmp_path / "own", files_of(folder))
+    piece = first_piece(folder, spec)
+    flipped(own / piece.file, piece.start)
+    scene = Scene(spec, Member("own", MemoryNetwork(), spec, tmp_path, own=own))
+    await introduce(scene.member)
+    await scene.start()
+    lasting = LastingIsland(scene.island)
+    lasting.come_up()
+    report = await lasting.train_and_publish(scene.work(5), 0, lambda progress: None)
+    assert report.inner_steps == 0 and not scene.island.ability.trains
+    assert scene.island.waiting_for.startswith(
+        f"piece {piece.number} of {piece.file} (damaged in {own / piece.file}), which no member gives"
+    )
+    await scene.stop()
+
+
+@in_virtual_time
+async def test_a_disk_that_damages_a_piece_again_and_again_ends_the_node(
+    folder: Path, spec: RunSpec, tmp_path: Path
+) -> None:
+    *_, scene = await beside_one_that_has(folder, spec, tmp_path)
+    lost = LostPieceError("it is damaged", next_step="look", piece=pieces_of(folder)[0].digest)
+    for _ in range(MOST_LOSSES - 1):
+        await scene.member.supply.lose(lost)
+    with pytest.raises(UnavailableError, match="3 times: it is damaged; look"):
+        await scene.member.supply.lose(lost)
     await scene.stop()
 
 

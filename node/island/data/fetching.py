@@ -24,6 +24,7 @@ import numpy.typing as npt
 
 from node.installed import needs_package
 from node.island.data.manifest import FileEntry, piece_digests
+from node.island.ranks.faults import LostPieceError
 from protocol.errors import AtollError, BadDataError, UnavailableError
 from protocol.files.durable import make_folder, write_atomically
 
@@ -127,10 +128,9 @@ def fetched(origin: Origin, file: str, start: int, stop: int) -> bytes:
 
 
 class PieceCache:
-    """Pieces of files in a folder, by their digests, within a limit."""
+    """Pieces of files in a folder, which is made when it is needed, by their digests, within a limit."""
 
     def __init__(self, folder: Path, *, limit_bytes: int) -> None:
-        make_folder(folder)
         self.folder = folder
         self._limit_bytes = limit_bytes
 
@@ -140,6 +140,7 @@ class PieceCache:
 
     def put(self, digest: str, piece: bytes, *, spare: Container[str] = ()) -> None:
         """Keeps a piece, and removes those that were not used for longest: neither it nor the spared."""
+        make_folder(self.folder)
         write_atomically(self.path_of(digest), piece)
         kept = []
         for entry in os.scandir(self.folder):
@@ -158,11 +159,22 @@ class PieceCache:
 
     def digests(self) -> set[str]:
         """Those of all pieces that are there."""
-        return {
-            e.name.removesuffix(".piece")
-            for e in os.scandir(self.folder)
-            if e.name.endswith(".piece")
-        }
+        try:
+            entries = list(os.scandir(self.folder))
+        except FileNotFoundError:
+            return set()
+        return {e.name.removesuffix(".piece") for e in entries if e.name.endswith(".piece")}
+
+    def checked(self, digest: str) -> bytes | None:
+        """A piece; None where it is not there, or was damaged, so that it is removed."""
+        try:
+            piece = self.path_of(digest).read_bytes()
+        except OSError:
+            return None
+        if piece_digests([piece]) == (digest,):
+            return piece
+        self.path_of(digest).unlink(missing_ok=True)  # the disk has changed it
+        return None
 
     def touch(self, digest: str) -> None:
         """Says that a piece is used."""
@@ -172,6 +184,7 @@ class PieceCache:
     @contextlib.contextmanager
     def sole(self, digest: str) -> Iterator[None]:
         """Keeps other ranks from fetching the same piece meanwhile."""
+        make_folder(self.folder)
         path = self.folder / f"{digest}.lock"
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
@@ -203,7 +216,7 @@ class FetchedFiles:
         self._expected = 0  # counts expectations: a new one ends the one before
 
     def read(self, name: str, start: int, stop: int) -> Bytes:
-        """See Files. Raises UnavailableError where no origin has them, or there is none."""
+        """See Files. Raises UnavailableError where no origin has them, LostPieceError where there is none."""
         size = self._piece_bytes
         parts = [
             self._piece(name, number)[max(0, start - number * size) : stop - number * size]
@@ -276,15 +289,17 @@ class FetchedFiles:
                 )
             raise refused or self._gone(name, number)
 
-    def _gone(self, name: str, number: int) -> UnavailableError:
+    def _gone(self, name: str, number: int) -> LostPieceError:
         piece, folder = f"piece {number} of {name} came from peers", self._cache.folder
-        if self._files[name].pieces[number] in self._damaged:
-            return UnavailableError(
+        digest = self._files[name].pieces[number]
+        if digest in self._damaged:
+            return LostPieceError(
                 f"{piece}, and was damaged in {folder}, so it is removed",
-                next_step="start the node again, which fetches it anew; where that happens again, look at "
-                "that disk with 'dmesg'",
+                next_step="look at that disk with 'dmesg', and start the node again",
+                piece=digest,
             )
-        return UnavailableError(
+        return LostPieceError(
             f"{piece} and is not in {folder} any more",
             next_step="let 'data_cache' in node.toml be larger",
+            piece=digest,
         )

@@ -85,7 +85,7 @@ class TokensHere:
         self._folders = token_folders(spec, places)
         self._lock = threading.Lock()
         self.found: Listed | None = None
-        self._damaged: set[str] = set()
+        self._damaged: set[str] = set()  # digests of pieces of folders; the cache may have them
 
     def listed(self) -> Listed | None:
         """What there is; None without a manifest. Raises BadDataError for that of other tokens."""
@@ -110,38 +110,70 @@ class TokensHere:
         listed = self.listed()
         if listed is None:
             return b""
-        cached = self.cache.digests() - self._damaged
-        has = [piece.file in listed.files or piece.digest in cached for piece in listed.pieces]
-        for number in [n for n, piece in enumerate(listed.pieces) if piece.digest in self._damaged]:
-            has[number] = False
+        cached = self.cache.digests()
+        has = [
+            piece.digest in cached or self.path_of(listed, piece) is not None
+            for piece in listed.pieces
+        ]
         return np.packbits(np.array(has, bool), bitorder="little").tobytes()
 
     def piece(self, digest: Digest) -> bytes | None:
         """See node.exchange.tokens. Nothing that the run's manifest does not name is ever read.
 
-        Damage is told once; until the next start the piece is none that this node has.
+        Damage is told once; until the next start that folder has the piece no more, and peers may give it.
         """
         listed, name = self.listed(), digest.hex()
         piece = None if listed is None else listed.by_digest.get(name)
-        if listed is None or piece is None or name in self._damaged:
+        if listed is None or piece is None:
             return None
-        path = listed.files.get(piece.file)
+        path = self.path_of(listed, piece)
+        if path is None:
+            return self.cache.checked(name)
         try:
-            if path is None:
-                found = self.cache.path_of(name).read_bytes()
-            else:
-                with path.open("rb") as file:
-                    file.seek(piece.start)
-                    found = file.read(piece.bytes)
+            found = _read(path, piece)
         except OSError:
             return None
         if piece_digests([found]) == (name,):
             return found
-        if path is None:
-            self.cache.path_of(name).unlink(missing_ok=True)  # the disk has changed it
-            return None
         self._damaged.add(name)
         raise damaged(path, piece.number, listed.manifest.piece_bytes)
+
+    def path_of(self, listed: Listed, piece: Piece) -> Path | None:
+        """The file of a folder that has the piece; None where none does, or has it damaged."""
+        return None if piece.digest in self._damaged else listed.files.get(piece.file)
+
+    def damaged_file(self, piece: Piece) -> Path | None:
+        """The file of a folder that has the piece damaged; None where none does."""
+        if self.found is None or piece.digest not in self._damaged:
+            return None
+        return self.found.files.get(piece.file)
+
+    @property
+    def has_all(self) -> bool:
+        """Whether folders have all that is trained on, as far as anybody has seen."""
+        return self.found is not None and self.found.is_whole and not self._damaged
+
+    def lose(self, digest: str) -> None:
+        """A rank has found this piece damaged: it is to come again, and what else is, beside it.
+
+        A disk seldom damages one alone, and each that ranks come to costs a start of them.
+        """
+        listed = self.listed()
+        piece = None if listed is None else listed.by_digest.get(digest)
+        path = None if listed is None or piece is None else self.path_of(listed, piece)
+        if listed is None or piece is None or path is None:
+            for cached in self.cache.digests():
+                self.cache.checked(cached)
+            return
+        self._damaged.add(digest)
+        for each in listed.pieces:
+            if each.file == piece.file:
+                try:
+                    found = _read(path, each)
+                except OSError:
+                    found = b""
+                if piece_digests([found]) != (each.digest,):
+                    self._damaged.add(each.digest)
 
     def keep(self, piece: Piece, content: bytes, *, spare: Container[str] = ()) -> None:
         """Adds a piece that came and was checked; those to spare make no room for it.
@@ -195,3 +227,9 @@ class TokensHere:
                     found[name] = path
                     break
         return found
+
+
+def _read(path: Path, piece: Piece) -> bytes:
+    with path.open("rb") as file:
+        file.seek(piece.start)
+        return file.read(piece.bytes)

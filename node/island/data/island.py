@@ -15,6 +15,7 @@ from node.heavy import cancelled
 from node.island.data.manifest import Piece
 from node.island.data.supply import Needs, TokenSource, TokenSupply
 from node.island.island import Ability, Evaluation, InnerReport, InnerWork, Island, Progress, both
+from node.island.ranks.faults import LostPieceError
 from node.outer_state import Vector
 from protocol.run.run_spec import RunSpec
 from protocol.wire.rounds import CorpusSummary, Digest
@@ -57,14 +58,26 @@ class SuppliedIsland:
 
     async def start(self) -> CorpusSummary:
         """See Island. Without a manifest there is nothing to start yet: `supplied_by` does it then."""
-        is_ready = await self._supply.has_manifest() and not await self._missing_at_start()
-        if not (self._is_up or is_ready):
-            assert self._spec.data.digest is not None
-            digest = Digest(bytes.fromhex(self._spec.data.digest))
-            return CorpusSummary(digest=digest, num_samples=0, num_bytes=0)
-        summary = await self._island.start()
-        self._is_up = True
-        return summary
+        while self._is_up or (
+            await self._supply.has_manifest() and not await self._missing_at_start()
+        ):
+            if (summary := await self._started()) is not None:
+                self._is_up = True
+                return summary
+        assert self._spec.data.digest is not None
+        digest = Digest(bytes.fromhex(self._spec.data.digest))
+        return CorpusSummary(digest=digest, num_samples=0, num_bytes=0)
+
+    async def _started(self) -> CorpusSummary | None:
+        """Starts the ranks; None where they met a piece that is to come again."""
+        if self._is_up:  # they were, and their first pieces may be lost since
+            await self._first_pieces()
+        try:
+            return await self._island.start()
+        except LostPieceError as lost:
+            await self._island.stop()
+            await self._supply.lose(lost)
+            return None
 
     async def supplied_by(
         self, source: TokenSource, on_up: Callable[[CorpusSummary], None]
@@ -90,14 +103,20 @@ class SuppliedIsland:
     async def _start_late(self, on_up: Callable[[CorpusSummary], None]) -> None:
         if self._is_up:
             return
+        while True:
+            await self._first_pieces()
+            if (summary := await self._started()) is not None:
+                break
+        self._is_up = self._is_fresh = True
+        log.info("the run's tokens are here as far as they are needed: ranks started")
+        on_up(summary)
+
+    async def _first_pieces(self) -> None:
+        """Waits for what ranks read as soon as they are started."""
         while missing := await self._missing_at_start():
             self._supply.changed.clear()
             self._supply.want(missing)
             await self._supply.changed.wait()
-        summary = await self._island.start()
-        self._is_up = self._is_fresh = True
-        log.info("the run's tokens are here as far as they are needed: ranks started")
-        on_up(summary)
 
     async def _missing_at_start(self) -> list[Piece]:
         if not self._compiles:
@@ -130,7 +149,7 @@ class SuppliedIsland:
         if self._is_fresh:
             await self.adopt()
         if self._supply.has_all:
-            return await self._island.train(work, on_progress)
+            return await self._train(work, on_progress)
         batch = self._spec.inner.batch
         num_steps = min(work.inner_steps, work.num_samples // batch)
         needs: Needs = ()
@@ -148,13 +167,21 @@ class SuppliedIsland:
                 steps_before=work.steps_before + first,
                 max_seconds=ends_at - clock(),
             )
-            report = await self._island.train(part, _from_step(first, on_progress))
+            report = await self._train(part, _from_step(first, on_progress))
             if report.inner_steps:
                 done = both(done, report) if done.inner_steps else report
             if report.inner_steps < num_ready:
                 break
             needs = needs[num_ready:]
         return replace(done, seconds=clock() - began_at)
+
+    async def _train(self, work: InnerWork, on_progress: Callable[[Progress], None]) -> InnerReport:
+        """Raises LostPieceError, and the piece comes again once ranks are asked for what needs it."""
+        try:
+            return await self._island.train(work, on_progress)
+        except LostPieceError as lost:
+            await self._supply.lose(lost)
+            raise
 
     async def _ready(self, needs: Needs, ends_at: float) -> int:
         """Steps that can be taken now; waits for the first, and returns 0 where that is in vain."""
@@ -207,7 +234,7 @@ class SuppliedIsland:
         return
 
     async def evaluate(self) -> Evaluation | None:
-        """See Island. None where the held-out tokens do not come in time."""
+        """See Island. None where the held-out tokens do not come in time. Raises LostPieceError."""
         if not self._is_up:
             return None
         self._halted.clear()
@@ -220,7 +247,11 @@ class SuppliedIsland:
             if self._supply.lacks_any(missing) or not await self._changed(until):
                 self._supply.want(wanted)
                 return None
-        return await self._island.evaluate()
+        try:
+            return await self._island.evaluate()
+        except LostPieceError as lost:
+            await self._supply.lose(lost)
+            raise
 
 
 def _from_step(first: int, on_progress: Callable[[Progress], None]) -> Callable[[Progress], None]:

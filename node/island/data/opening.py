@@ -176,18 +176,18 @@ def _open_tokens(spec: RunSpec, places: DataPlaces) -> TokenShards:
         )
     manifest = manifest_of_run(spec, folders, origins, places.cache)
     _check_fits(manifest, spec)
-    here = _files_here(folders, manifest)
-    missing = [name for name in manifest.files if name not in here]
     far = None
-    if missing:
-        if places.cache is None or not (origins or places.has_supply):
-            first = folders[0] / missing[0]
-            raise NoInputError(
-                f"{first} is not there, and belongs to the run's tokens",
-                next_step="copy the whole folder again",
-            )
+    if places.cache is not None and (origins or places.has_supply):
         cache = PieceCache(places.cache, limit_bytes=places.cache_bytes)
         far = FetchedFiles(origins, manifest.files, manifest.piece_bytes, cache)
+    here = _files_here(folders, manifest, far)
+    missing = [name for name in manifest.files if name not in here]
+    if missing and far is None:
+        first = folders[0] / missing[0]
+        raise NoInputError(
+            f"{first} is not there, and belongs to the run's tokens",
+            next_step="copy the whole folder again",
+        )
     shards = TokenShards(
         manifest,
         FoundFiles(here, far),
@@ -243,8 +243,10 @@ def keep_manifest(spec: RunSpec, cache: Path, text: bytes) -> None:
     write_atomically(cache / f"{spec.data.digest}.manifest", text)
 
 
-def _files_here(folders: Sequence[Path], manifest: Manifest) -> Mapping[str, Files]:
-    """Files that folders have, each from the first that has it."""
+def _files_here(
+    folders: Sequence[Path], manifest: Manifest, far: FetchedFiles | None = None
+) -> Mapping[str, Files]:
+    """Files that folders have, each from the first that has it; `far` gives what is damaged of them."""
     here: dict[str, Files] = {}
     for folder in folders:
         own: dict[str, FileEntry] = {
@@ -255,7 +257,7 @@ def _files_here(folders: Sequence[Path], manifest: Manifest) -> Mapping[str, Fil
         check_sizes(folder, own)
         if TOKENIZER_FILE in own and manifest.tokenizer == TOKENIZER_FILE:
             _check_tokenizer(folder, manifest)
-        mapped = MappedFiles(folder, own, manifest.piece_bytes)
+        mapped = MappedFiles(folder, own, manifest.piece_bytes, far)
         here |= dict.fromkeys(own, mapped)
     return here
 

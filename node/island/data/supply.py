@@ -5,6 +5,7 @@ from the folder that pieces are put into.
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Container, Iterable, Sequence
 from functools import partial
 from typing import Protocol
@@ -19,7 +20,8 @@ from node.island.data.opening import open_dataset
 from node.island.data.places import DataPlaces
 from node.island.data.token_shards import TokenShards
 from node.island.island import InnerWork
-from protocol.errors import BadDataError, ConfigError
+from node.island.ranks.faults import LostPieceError
+from protocol.errors import BadDataError, ConfigError, UnavailableError
 from protocol.run.run_spec import RunSpec
 from protocol.wire.rounds import Digest, NodeId
 
@@ -32,6 +34,9 @@ MOST_SAMPLES = 1 << 14
 """Of a round that pieces are looked up for at a time."""
 
 NEXT_STEP = "name a folder that has it with data = in node.toml, or start a node that has it"
+
+MOST_LOSSES = 3
+"""So often a piece is damaged or gone here before it is this machine's fault."""
 
 Needs = Sequence[frozenset[Piece]]
 """The pieces that each of some inner steps reads and that are in no folder of this node."""
@@ -72,6 +77,7 @@ class TokenSupply:
         self._spared: set[str] = set()  # digests of what is read now, and next
         self._has_manifest = False
         self._told: set[str] = set()
+        self._losses: Counter[str] = Counter()  # by digest: how often it was found damaged or gone
         self.changed = asyncio.Event()
         """Something has come, or nobody gives it; whoever waits clears it."""
         self._work = asyncio.Event()
@@ -86,8 +92,7 @@ class TokenSupply:
     @property
     def has_all(self) -> bool:
         """Whether folders of this node have every shard: then nothing has to come."""
-        listed = self._held.found
-        return listed is not None and listed.is_whole
+        return self._held.has_all
 
     @property
     def lacks(self) -> str:
@@ -98,7 +103,7 @@ class TokenSupply:
             return ""
         first = min(self._lacking, key=lambda piece: piece.place)
         more = f" and {len(self._lacking) - 1} more" if len(self._lacking) > 1 else ""
-        return f"piece {first.number} of {first.file}{more}"
+        return f"{self._named(first)}{more}"
 
     @property
     def waiting_for(self) -> str:
@@ -147,7 +152,7 @@ class TokenSupply:
         return frozenset(
             listed.by_place[place]
             for place in shards.pieces_of(split, indices)
-            if place[0] not in listed.files
+            if self._held.path_of(listed, listed.by_place[place]) is None
         )
 
     def _opened(self) -> tuple[TokenShards, SampleOrder]:
@@ -190,6 +195,19 @@ class TokenSupply:
     def lacks_any(self, pieces: Iterable[Piece]) -> bool:
         """Whether nobody gives one of them now."""
         return not self._lacking.isdisjoint(pieces)
+
+    async def lose(self, lost: LostPieceError) -> None:
+        """A rank met a piece that is damaged or gone, so it is fetched again.
+
+        Raises UnavailableError where that happens to it again and again.
+        """
+        self._losses[lost.piece] += 1
+        if self._losses[lost.piece] >= MOST_LOSSES:
+            raise UnavailableError(
+                f"{MOST_LOSSES} times: {lost.what}", next_step=lost.next_step
+            ) from lost
+        await self._heavy(partial(self._held.lose, lost.piece))
+        log.warning("a piece of the run's tokens is fetched again", why=lost.what)
 
     # What comes
 
@@ -287,7 +305,7 @@ class TokenSupply:
         elif piece in self._wanted:
             self._lacking.add(piece)
             self._resting.add(piece)
-            self._tell(f"piece {piece.number} of {piece.file}")
+            self._tell(self._named(piece))
         self.changed.set()
         return content is not None
 
@@ -295,6 +313,11 @@ class TokenSupply:
     async def _content(source: TokenSource, piece: Piece) -> bytes | None:
         digest = Digest(bytes.fromhex(piece.digest))
         return await source.piece(digest, piece.place, piece.bytes)
+
+    def _named(self, piece: Piece) -> str:
+        damaged = self._held.damaged_file(piece)
+        at = "" if damaged is None else f" (damaged in {damaged})"
+        return f"piece {piece.number} of {piece.file}{at}"
 
     def _tell(self, what: str) -> None:
         """Once for each, however often peers are asked for it."""

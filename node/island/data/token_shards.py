@@ -24,7 +24,8 @@ from node.island.data.manifest import (
     damaged,
     piece_digests,
 )
-from protocol.errors import BadDataError, ConfigError
+from node.island.ranks.faults import LostPieceError
+from protocol.errors import AtollError, BadDataError, ConfigError
 from protocol.wire.rounds import CorpusSummary, Digest
 
 Bytes = npt.NDArray[np.uint8]
@@ -38,29 +39,66 @@ class Files(Protocol):
 
 
 class MappedFiles:
-    """Files of a folder; a piece is checked when something of it is first read."""
+    """Files of a folder; a piece is checked when something of it is first read.
 
-    def __init__(self, folder: Path, files: Mapping[str, FileEntry], piece_bytes: int) -> None:
+    One that is damaged is fetched, where something gives it.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        files: Mapping[str, FileEntry],
+        piece_bytes: int,
+        far: FetchedFiles | None = None,
+    ) -> None:
         self._folder = folder
         self._files = files
         self._piece_bytes = piece_bytes
+        self._far = far
         self._mapped: dict[str, Bytes] = {}
         self._checked: set[tuple[str, int]] = set()
+        self._damaged: set[tuple[str, int]] = set()  # of those that were checked
 
     def read(self, name: str, start: int, stop: int) -> Bytes:
-        """See Files."""
+        """See Files. Raises LostPieceError where peers are to give what is damaged."""
         if (mapped := self._mapped.get(name)) is None:
             check_sizes(self._folder, {name: self._files[name]})  # behind its end a read is SIGBUS
             mapped = np.memmap(self._folder / name, np.uint8, mode="r")
             self._mapped[name] = mapped
-        for number in range(start // self._piece_bytes, -(-stop // self._piece_bytes)):
+        size = self._piece_bytes
+        numbers = range(start // size, -(-stop // size))
+        for number in numbers:
             if (name, number) not in self._checked:
-                first = number * self._piece_bytes
-                piece = mapped[first : first + self._piece_bytes]
+                piece = mapped[number * size : (number + 1) * size]
                 if piece_digests([piece.data]) != (self._files[name].pieces[number],):
-                    raise damaged(self._folder / name, number, self._piece_bytes)
+                    if self._far is None:
+                        raise damaged(self._folder / name, number, size)
+                    self._damaged.add((name, number))
                 self._checked.add((name, number))
-        return mapped[start:stop]
+        if self._damaged.isdisjoint((name, number) for number in numbers):
+            return mapped[start:stop]
+        ends = [(n, max(start, n * size), min(stop, (n + 1) * size)) for n in numbers]
+        return np.concatenate(
+            [
+                self._instead(name, n, first, end)
+                if (name, n) in self._damaged
+                else mapped[first:end]
+                for n, first, end in ends
+            ]
+        )
+
+    def _instead(self, name: str, number: int, start: int, stop: int) -> Bytes:
+        """What a damaged piece ought to be; where it cannot be had, the damage is the error."""
+        assert self._far is not None
+        damage = damaged(self._folder / name, number, self._piece_bytes)
+        try:
+            return self._far.read(name, start, stop)
+        except LostPieceError as lost:
+            raise LostPieceError(
+                damage.what, next_step=damage.next_step, piece=lost.piece
+            ) from damage
+        except AtollError as error:
+            raise damage from error
 
 
 class FoundFiles:

@@ -23,6 +23,17 @@ class LoopGoneError(RankDiedError):
     """The contributor's own training loop has ended, hangs, or has left; another may come."""
 
 
+class LostPieceError(RankDiedError):
+    """A piece of the run's tokens is damaged or gone on this machine's disk; peers may give it again."""
+
+    exit_code = ExitCode.UNAVAILABLE
+
+    def __init__(self, what: str, *, next_step: str = "", piece: str = "") -> None:
+        """`piece` is its digest."""
+        super().__init__(what, next_step=next_step)
+        self.piece = piece
+
+
 class OutOfMemoryError(AtollError):
     """A rank's device, or the machine, has too little memory for what was asked of it."""
 
