@@ -301,6 +301,7 @@ def _outer_at_start(
     log.info("codecs ready", uplink=outer.uplink.name, downlink=outer.downlink.name)
     remove_unused_kernels()
     if kept is None and weights is not None:
+        log.info("writing the first weights into this node's folder", folder=str(disk.path))
         disk.save_whole(outer)  # the file may be gone when this node starts again
     if kept is not None:
         disk.resume(outer, kept)

@@ -10,7 +10,7 @@ allocator gave and took back meanwhile (its own profiler tells each); on a GPU, 
 import multiprocessing
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -144,7 +144,11 @@ def _run_rank(
     kept = seen["parameters"] + moments
     if not shape.is_fully_sharded and shape.num_ranks > 1:
         kept += seen["gradients"]  # DDP's buckets stay when gradients are forgotten
-    most = _most_on_gpu(device, train) if device.type == "cuda" else kept + _most_taken(train)
+    most = (
+        _most_on_gpu(device, train)
+        if device.type == "cuda"
+        else kept + most_taken(lambda: train(1))
+    )
     pipe.send(
         Held(
             parameters=seen["parameters"],
@@ -165,10 +169,10 @@ def _most_on_gpu(device: torch.device, train: Any) -> int:
     return torch.cuda.max_memory_allocated(device)
 
 
-def _most_taken(train: Any) -> int:
-    """The most that one more inner step has at once of what it takes itself."""
+def most_taken(step: Callable[[], object]) -> int:
+    """The most that a step has at once of what it takes itself."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        train(1)
+        step()
     results: Any = profiled.profiler
     roots = results.kineto_results.experimental_event_tree()
     taken = sorted(

@@ -10,13 +10,12 @@ from lab.simulation.swarm import Life, Script, SimulatedNode, SimulatedRun, simu
 from node.exchange import giving
 from node.exchange.fetching import MOST_AT_ONCE
 from node.exchange.peers import Want, WantChunk
-from node.exchange.state import chunks
 from node.exchange.state.chunks import Manifest
 from node.island.data.dataset import Corpus
 from protocol.wire.payload import Payload
 from protocol.wire.rounds import NodeId
 from tests.tiny_runs import tiny
-from tests.unit.download_scene import changed
+from tests.unit.download_scene import changed, cut_small
 
 DEADLINES = {"train": 20, "contribute": 30, "commit": 40, "apply": 10, "lease": 15}
 STEADY = Life(seconds_per_inner_step=1.0)
@@ -35,7 +34,7 @@ before all of it, which must take less than the second after which a donor is si
 @pytest.fixture(autouse=True)
 def a_state_of_many_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """And of what a joiner missed only the latest can be replayed."""
-    monkeypatch.setattr(chunks, "CHUNK_BYTES", CHUNK_BYTES)
+    cut_small(monkeypatch, CHUNK_BYTES)
     monkeypatch.setattr(giving, "KEPT_ROUNDS", 6)
 
 

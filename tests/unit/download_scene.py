@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from lab.simulation.memory_transport import MemoryNetwork, MemoryTransport
+from node import outer_state
 from node.disk.snapshots import Snapshot
 from node.exchange.fetching import Donors, Silences
 from node.exchange.peers import (
@@ -41,9 +42,15 @@ ROUNDS_BEHIND = 8
 """So far behind its newest state a donor's copy is offered."""
 
 
+def cut_small(patch: pytest.MonkeyPatch, chunk_bytes: int = CHUNK_BYTES) -> None:
+    """Chunks are pieces of the outer digest, so these are as small."""
+    patch.setattr(chunks, "CHUNK_BYTES", chunk_bytes)
+    patch.setattr(outer_state, "PIECE_ELEMENTS", chunk_bytes // 4)
+
+
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunks, "CHUNK_BYTES", CHUNK_BYTES)
+    cut_small(monkeypatch)
 
 
 def state_at(round: int, *, seed: int | None = None) -> Snapshot:

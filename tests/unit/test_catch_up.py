@@ -25,14 +25,13 @@ from node.exchange.peers import (
     WantManifest,
     WantResult,
 )
-from node.exchange.state import chunks
 from node.exchange.state.catch_up import ROUNDS_AHEAD, CatchUp
 from node.exchange.state.chunks import Manifest
 from node.exchange.state.on_disk import Saving, StateOnDisk
 from protocol.wire.messages import Held
 from protocol.wire.payload import Payload
 from protocol.wire.rounds import Commit, Digest, NodeId
-from tests.unit.download_scene import changed
+from tests.unit.download_scene import changed, cut_small
 from tests.unit.exchange_scene import (
     CONTRIBUTE_SECONDS,
     A,
@@ -151,7 +150,7 @@ async def test_a_state_comes_from_several_donors_while_their_rounds_go_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(giving, "KEPT_ROUNDS", 1)
-    monkeypatch.setattr(chunks, "CHUNK_BYTES", 512)
+    cut_small(monkeypatch, 512)
     scene = await Scene.of(A, B, C, codec="int4")
     for node_id in (A, B):
         scene.network.slow_down(node_id, 900)

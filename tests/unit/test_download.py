@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from node.exchange import fetching
@@ -70,7 +71,8 @@ async def test_all_donors_give_chunks_and_each_chunk_comes_once() -> None:
     shares = [donor.given.total() for donor in donors_of(scene)]
     assert shares == [5, 5, 5, 5, 0]  # four are enough; the fifth is not even asked
     assert not scene.donors["e"].asked  # type: ignore[index]
-    assert scene.said[0] == f"{NUM_CHUNKS} of {NUM_CHUNKS} chunks of the state at round 7"
+    assert scene.said[0] == "8.0 kB of 8.0 kB of the state at round 7"
+    assert scene.said[-1] == "4.8 kB of 8.0 kB of the state at round 7, about 0.2 s"
 
 
 @in_virtual_time
@@ -177,14 +179,41 @@ async def test_the_manifest_that_most_give_is_taken() -> None:
 
 
 @in_virtual_time
-async def test_liars_in_the_majority_cost_time_and_no_correctness() -> None:
+async def test_liars_in_the_majority_cost_nothing() -> None:
     scene = await scene_of("liar", "accomplice", "honest")
     for donor in donors_of(scene)[:2]:
         donor.lie()
     download = await scene.joiner()
     assert_is(await scene.fetch(download), state_at(7))
-    assert scene.chunks_given() == dict.fromkeys(range(NUM_CHUNKS), 2)
     assert donors_of(scene)[2].given == dict.fromkeys(range(NUM_CHUNKS), 1)
+    assert not any(donor.given for donor in donors_of(scene)[:2])
+    assert all(len(donor.asked) == 1 for donor in donors_of(scene)[:2])
+
+
+@pytest.mark.parametrize("on_disk", [True, False])
+@in_virtual_time
+async def test_a_momentum_that_nothing_has_moved_is_not_fetched(
+    tmp_path: Path, on_disk: bool
+) -> None:
+    scene = DownloadScene(tmp_path if on_disk else None)
+    first = replace(state_at(0), momentum=np.zeros(NUM_ELEMENTS, np.float32))
+    await scene.add("a", first)
+    assert_is(await scene.fetch(await scene.joiner(), oldest_round=0), first)
+    assert scene.chunks_given() == dict.fromkeys(range(NUM_CHUNKS // 2), 1)
+    assert scene.said[0] == "4.0 kB of 4.0 kB of the state at round 0"
+
+
+@in_virtual_time
+async def test_a_state_of_zeros_takes_no_chunk() -> None:
+    scene = DownloadScene()
+    empty = np.zeros(NUM_ELEMENTS - 30, np.float32)  # a last chunk that is shorter
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tests.unit.download_scene.NUM_ELEMENTS", empty.size)
+        await scene.add("a", replace(state_at(0), parameters=empty, momentum=empty))
+        found = await scene.fetch(await scene.joiner(), oldest_round=0)
+    assert found is not None
+    assert not found.parameters.any()
+    assert not scene.chunks_given()
 
 
 @in_virtual_time

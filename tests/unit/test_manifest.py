@@ -5,10 +5,10 @@ import struct
 import blake3
 import pytest
 
-from node.exchange.state import chunks
 from node.exchange.state.chunks import CHUNK_BYTES, HEADER, Manifest, ManifestError
 from tests.unit.download_scene import (
     NUM_ELEMENTS,
+    cut_small,
     manifest_of,
     small_chunks,
     state_at,
@@ -20,7 +20,7 @@ __all__ = ["small_chunks"]
 
 
 def test_a_manifest_never_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunks, "CHUNK_BYTES", 300)
+    cut_small(monkeypatch, 300)
     state = snapshot_at(7)
     manifest = Manifest.of(
         state.read, round=7, num_elements=100, run_digest=RUN, layout_digest=LAYOUT
@@ -50,7 +50,7 @@ def test_it_digests_the_whole_and_every_chunk() -> None:
 
 @pytest.mark.parametrize("chunk_bytes", [7996, 8000, 8004, 3000])
 def test_the_last_chunk_is_what_is_left(monkeypatch: pytest.MonkeyPatch, chunk_bytes: int) -> None:
-    monkeypatch.setattr(chunks, "CHUNK_BYTES", chunk_bytes)
+    cut_small(monkeypatch, chunk_bytes)
     manifest = manifest_of(state_at(3))
     spans = [manifest.span(index) for index in range(len(manifest.chunk_digests))]
     assert sum(stop - start for start, stop in spans) == manifest.state_bytes == 8 * NUM_ELEMENTS
@@ -77,6 +77,8 @@ def test_what_is_no_manifest_is_refused() -> None:
         with_field(2, 2**63),
         with_field(3, 0),
         with_field(3, fields[3] + 1),
+        with_field(6, bytes(32)),
+        body[:-1] + bytes([body[-1] ^ 1]),
     ):
         with pytest.raises(ManifestError):
             Manifest.from_body(wrong)

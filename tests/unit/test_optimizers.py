@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from benchmarks.island.memory import most_taken
 from node.island.models.decoder_modules import Decoder
 from node.island.training.optimizers import (
     AdamW,
@@ -99,7 +100,7 @@ def test_orthogonalising_keeps_the_singular_vectors_and_evens_out_the_values(
 ) -> None:
     (matrix,) = random_matrices(shape)
     left, values, right = torch.linalg.svd(matrix, full_matrices=False)
-    (result,) = orthogonalised([100 * matrix], torch.float32)
+    ((_, result),) = orthogonalised([100 * matrix], torch.float32)
     inside = left.T @ result @ right.T
     assert values.max() / values.min() > 2  # else there would be nothing to even out
     assert torch.allclose(inside, torch.diag(inside.diag()), atol=1e-4)
@@ -108,19 +109,35 @@ def test_orthogonalising_keeps_the_singular_vectors_and_evens_out_the_values(
 
 def test_matrices_that_go_together_come_out_as_if_alone() -> None:
     matrices = random_matrices((6, 20), (8, 8), (20, 6), (6, 20), (8, 8), (1, 5))
-    together = orthogonalised(matrices, torch.float32)
-    for matrix, result in zip(matrices, together, strict=True):
-        (alone,) = orthogonalised([matrix], torch.float32)
+    together = dict(orthogonalised(matrices, torch.float32))
+    assert sorted(together) == list(range(len(matrices)))
+    for place, matrix in enumerate(matrices):
+        ((_, alone),) = orthogonalised([matrix], torch.float32)
+        result = together[place]
         assert result.shape == matrix.shape
         assert torch.allclose(result, alone, atol=1e-5)
 
 
 def test_matrices_that_are_too_large_together_go_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     matrices = random_matrices((6, 20), (6, 20), (20, 6))
-    together = orthogonalised(matrices, torch.float32)
+    together = dict(orthogonalised(matrices, torch.float32))
     monkeypatch.setattr("node.island.training.optimizers._MOST_ELEMENTS_AT_ONCE", 240)
-    in_turn = orthogonalised(matrices, torch.float32)
-    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(together, in_turn, strict=True))
+    in_turn = dict(orthogonalised(matrices, torch.float32))
+    assert together.keys() == in_turn.keys() == {0, 1, 2}
+    assert all(torch.allclose(together[place], in_turn[place], atol=1e-5) for place in together)
+
+
+def test_a_step_takes_memory_for_few_matrices_however_many_there_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("node.island.training.optimizers._MOST_ELEMENTS_AT_ONCE", 32 * 32)
+    matrices = [torch.nn.Parameter(each) for each in random_matrices(*[(32, 32)] * 24)]
+    muon = Muon(matrices, lr=0.1, momentum=0.9, weight_decay=0.0)
+    for _ in range(2):  # the first makes the momentum
+        for matrix in matrices:
+            matrix.grad = torch.ones_like(matrix)
+        most = most_taken(muon.step)
+    assert 0 < most <= 8 * 4 * 32 * 32  # what the iteration of one takes, not 24
 
 
 def test_a_matrix_without_gradient_gets_no_update_and_a_zero_one_no_nan() -> None:

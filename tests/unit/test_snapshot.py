@@ -1,6 +1,7 @@
 import errno
 import fcntl
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -96,6 +97,35 @@ def test_a_file_of_a_format_to_come_is_refused_by_its_name(
     with capture_logs() as logs, pytest.raises(BadDataError):
         SnapshotFolder(tmp_path).load_newest(RUN, LAYOUT)
     assert "'atoll snapshot 4'" in logs[0]["why"]
+
+
+def test_zeros_take_no_room_in_a_new_file_and_are_written_over_an_older_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[int] = []
+    pwrite = os.pwrite
+
+    def counted(descriptor: int, data: bytes, at: int) -> int:
+        written.append(len(data))
+        return pwrite(descriptor, data, at)
+
+    monkeypatch.setattr(os, "pwrite", counted)
+    zeros = np.zeros(NUM_ELEMENTS, np.float32)
+    first = replace(snapshot_at(0), momentum=zeros)
+    folder = SnapshotFolder(tmp_path)
+    folder.save(first, Owed(residual=zeros))
+    assert written.count(4 * NUM_ELEMENTS) == 1
+    loaded = folder.load_newest(RUN, LAYOUT)
+    assert loaded is not None and loaded[1] is not None
+    assert_same(loaded[0], first)
+    assert loaded[1].residual.tobytes() == zeros.tobytes()
+    for round in (1, 2, 3):
+        folder.save(snapshot_at(round), RESIDUAL)
+    folder.save(replace(first, round=4), Owed(residual=-zeros))
+    loaded = folder.load_newest(RUN, LAYOUT)
+    assert loaded is not None and loaded[1] is not None
+    assert_same(loaded[0], replace(first, round=4))
+    assert loaded[1].residual.tobytes() == (-zeros).tobytes()  # which is not all zero bits
 
 
 def test_strided_vectors_are_saved_as_they_look(tmp_path: Path) -> None:

@@ -1,12 +1,15 @@
 """An outer state as it travels, chunk by chunk: its manifest, what has come of one, and what is given.
 
 The state's bytes are those that its outer digest covers: the global parameters, then the momentum,
-as little-endian fp32. They are cut into chunks of one fixed size; the last may be shorter. All
-honest nodes at a round hold the same state, so they write the same manifest to the bit.
+as little-endian fp32. Its chunks are the pieces whose digests the outer digest is made of, so a manifest
+proves by itself that its chunks make the state. All honest nodes at a round hold the same state, and
+write the same manifest to the bit.
 
 A manifest's body: the magic, the round, the number of elements n and the size of a chunk in bytes
 (unsigned 64 bits each), the run digest, the layout digest and the outer digest (32 bytes each), then
 the BLAKE3 of each chunk. Everything is little-endian.
+
+Chunks of zeros are not fetched: a momentum that nothing has moved yet is half of a state.
 
 A state that is on its way here lies in memory or on disk. There it is a file as large as the state, into
 which each chunk is written once it is checked, and behind that the manifest with its length (unsigned,
@@ -49,8 +52,8 @@ DIGEST_BYTES = 32
 ELEMENT_BYTES = 4
 LENGTH_BYTES = 8  # of what says how long a manifest on the disk is
 
-CHUNK_BYTES = 2 << 20
-"""Fixed in the protocol: nodes that cut differently could not help one another.
+CHUNK_BYTES = ELEMENT_BYTES * PIECE_ELEMENTS
+"""2 MiB, fixed in the protocol.
 
 Large against the round trips that a stream costs, as far as a few of them under way can hide those,
 and small against the state: a break costs no more than what is under way.
@@ -103,23 +106,18 @@ class Manifest:
         layout_digest: Digest,
     ) -> "Manifest":
         """Reads a whole state, a chunk at a time, and digests it: heavy."""
-        pieces: list[bytes] = []
-        chunk_digests: list[Digest] = []
         state_bytes = 2 * ELEMENT_BYTES * num_elements
-        piece_bytes = ELEMENT_BYTES * PIECE_ELEMENTS
-        for start in range(0, state_bytes, piece_bytes):
-            piece = read(start, min(start + piece_bytes, state_bytes))
-            pieces.append(blake3.blake3(piece).digest())
-            for chunk in range(0, len(piece), CHUNK_BYTES):  # none lies in two pieces
-                of_chunk = blake3.blake3(piece[chunk : chunk + CHUNK_BYTES])
-                chunk_digests.append(Digest(of_chunk.digest()))
+        chunk_digests = tuple(
+            _digest_of(read(start, min(start + CHUNK_BYTES, state_bytes)))
+            for start in range(0, state_bytes, CHUNK_BYTES)
+        )
         return cls(
             round=round,
             num_elements=num_elements,
             run_digest=run_digest,
             layout_digest=layout_digest,
-            outer_digest=digest_of_pieces(pieces),
-            chunk_digests=tuple(chunk_digests),
+            outer_digest=digest_of_pieces(chunk_digests),
+            chunk_digests=chunk_digests,
         )
 
     def to_body(self) -> bytes:
@@ -154,21 +152,28 @@ class Manifest:
                 f"not {len(body)}"
             )
         digests = body[HEADER.size :]
+        chunk_digests = tuple(
+            Digest(digests[start : start + DIGEST_BYTES])
+            for start in range(0, len(digests), DIGEST_BYTES)
+        )
+        if digest_of_pieces(chunk_digests) != outer:
+            raise ManifestError("its chunks make another state than the one whose digest it names")
         return cls(
             round=round,
             num_elements=num_elements,
             run_digest=Digest(run),
             layout_digest=Digest(layout),
             outer_digest=Digest(outer),
-            chunk_digests=tuple(
-                Digest(digests[start : start + DIGEST_BYTES])
-                for start in range(0, len(digests), DIGEST_BYTES)
-            ),
+            chunk_digests=chunk_digests,
         )
 
 
+def _digest_of(chunk: bytes) -> Digest:
+    return Digest(blake3.blake3(chunk).digest())
+
+
 class _Place(Protocol):
-    """Where the state's bytes lie."""
+    """Where the state's bytes lie; zeros at first."""
 
     def write(self, start: int, data: bytes) -> None: ...
 
@@ -182,7 +187,10 @@ class Arriving:
 
     def __init__(self, manifest: Manifest, place: _Place) -> None:
         self.manifest = manifest
-        self.missing = set(range(len(manifest.chunk_digests)))
+        digests = manifest.chunk_digests
+        start, stop = manifest.span(len(digests) - 1)
+        zeros = {_digest_of(bytes(size)) for size in (CHUNK_BYTES, stop - start)}
+        self.missing = {index for index, digest in enumerate(digests) if digest not in zeros}
         self._place = place
 
     def put(self, index: int, chunk: bytes) -> None:
@@ -195,11 +203,11 @@ class Arriving:
         self.missing = {
             index
             for index, digest in enumerate(self.manifest.chunk_digests)
-            if blake3.blake3(self._place.read(*self.manifest.span(index))).digest() != digest
+            if _digest_of(self._place.read(*self.manifest.span(index))) != digest
         }
 
     def snapshot(self) -> Snapshot | None:
-        """The state as a value, in place; None when it is not what the manifest promises."""
+        """The state as a value, in place; None when a chunk was damaged after it came."""
         vectors = self._place.whole().view("<f4").astype(np.float32, copy=False)
         vectors.flags.writeable = False
         manifest = self.manifest

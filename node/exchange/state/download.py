@@ -1,9 +1,9 @@
 """How the outer state comes here: which manifest is believed, and from whom its chunks are fetched.
 
-All honest nodes at a round give the same manifest, so the one that most donors give is taken, and
-each chunk is checked against it on arrival. What vouches for the whole is the swarm's outer digest:
-when all chunks came and do not give it, the manifest was a lie, and whoever gave it is not asked
-for a while. So a donor that lies or dies costs time, never correctness.
+A manifest proves that its chunks make the state whose outer digest it names, and is believed when that
+digest is the swarm's. Of several states the one that most donors give is taken. Each chunk is checked on
+arrival, and whoever gave something false is not asked for a while. So a donor that lies or dies costs time,
+never correctness.
 """
 
 import asyncio
@@ -31,6 +31,7 @@ from node.exchange.peers import (
 )
 from node.exchange.state.chunks import Arrivals, Arriving, Manifest, ManifestError
 from node.heavy import Heavy, cancelled
+from protocol.terminal.console import bytes_in_words, seconds_in_words
 from protocol.wire.payload import Payload
 from protocol.wire.rounds import Digest, NodeId
 
@@ -65,6 +66,27 @@ class _Asked:
     def hear(self) -> None:
         """Something came, or may come in a moment."""
         self.until = asyncio.get_running_loop().time() + self.patience
+
+
+class _Progress:
+    """How much of a state has yet to come, and how long that takes if it goes on as so far."""
+
+    def __init__(self, arriving: Arriving, *, began_at: float) -> None:
+        self._arriving = arriving
+        self._at_first = len(arriving.missing)
+        self._began_at = began_at
+
+    def in_words(self, now: float) -> str:
+        """What the node waits for."""
+        manifest, num_missing = self._arriving.manifest, len(self._arriving.missing)
+        each = manifest.state_bytes / len(manifest.chunk_digests)
+        missing, whole = (bytes_in_words(num * each) for num in (num_missing, self._at_first))
+        words = f"{missing} of {whole} of the state at round {manifest.round}"
+        num_come = self._at_first - num_missing
+        if not num_come:
+            return words
+        left = (now - self._began_at) * num_missing / num_come
+        return f"{words}, about {seconds_in_words(left)}"
 
 
 class Download:
@@ -103,19 +125,14 @@ class Download:
         await self._heavy(self._arrivals.resume)
         while (candidate := await self._best_candidate(oldest_round, is_the_swarms)) is not None:
             arriving = await self._heavy(partial(self._arrivals.begin, candidate.manifest))
-            donors = await self._fetch_chunks(arriving, candidate.donors)
+            await self._fetch_chunks(arriving, candidate.donors)
             if arriving.missing:
                 return None
             snapshot = await self._heavy(arriving.snapshot)
             if snapshot is not None:
                 return snapshot
             await self._heavy(arriving.check)
-            if arriving.missing:
-                log.warning("chunks were damaged after they came", chunks=len(arriving.missing))
-                continue
-            for donor in donors:
-                self._distrust(donor, f"its manifest of round {candidate.manifest.round} is a lie")
-            await self._heavy(self._arrivals.discard)
+            log.warning("chunks were damaged after they came", chunks=len(arriving.missing))
         return None
 
     async def taken_over(self) -> None:
@@ -133,7 +150,7 @@ class Download:
             want = WantManifest(oldest_round=begun.round, newest_round=begun.round)
             candidates = await self._candidates(want)
             best = max((self._num_willing(candidate) for candidate in candidates), default=0)
-            for candidate in candidates:  # one that is outvoted is a lie
+            for candidate in candidates:
                 is_begun = candidate.manifest == begun and self._num_willing(candidate) == best > 0
                 if is_begun and await is_the_swarms(begun.round, begun.outer_digest):
                     return candidate
@@ -220,8 +237,8 @@ class Download:
 
     # Chunks
 
-    async def _fetch_chunks(self, arriving: Arriving, donors: list[NodeId]) -> list[NodeId]:
-        """Fetches what is missing from these and further donors; returns all that gave the manifest."""
+    async def _fetch_chunks(self, arriving: Arriving, donors: list[NodeId]) -> None:
+        """Fetches what is missing, from these and further donors."""
         manifest = arriving.manifest
         log.info(
             "fetching a state",
@@ -233,20 +250,23 @@ class Download:
         schedule = Schedule(
             dict.fromkeys(sorted(arriving.missing), ()), donors, self._donors.silences
         )
-        vouching = list(donors)
-        recruiting = asyncio.create_task(self._recruit(schedule, manifest, vouching))
+        recruiting = asyncio.create_task(self._recruit(schedule, manifest))
+        progress = _Progress(arriving, began_at=asyncio.get_running_loop().time())
         try:
-            await fetch_pieces(schedule, partial(self._fetch_chunk, arriving))
+            await fetch_pieces(schedule, partial(self._fetch_chunk, arriving, progress))
         finally:
             await cancelled([recruiting])
-        return vouching
 
     async def _fetch_chunk(
-        self, arriving: Arriving, index: int, donor: NodeId, heard: Callable[[], None]
+        self,
+        arriving: Arriving,
+        progress: "_Progress",
+        index: int,
+        donor: NodeId,
+        heard: Callable[[], None],
     ) -> Outcome:
         manifest = arriving.manifest
-        num_missing, num_chunks = len(arriving.missing), len(manifest.chunk_digests)
-        self._say(f"{num_missing} of {num_chunks} chunks of the state at round {manifest.round}")
+        self._say(progress.in_words(asyncio.get_running_loop().time()))
         want = WantChunk(round=manifest.round, index=index, digest=manifest.chunk_digests[index])
         start, stop = manifest.span(index)
         self._failed.add(donor)
@@ -264,9 +284,7 @@ class Download:
         await self._heavy(partial(arriving.put, index, payload.body))
         return Outcome.ARRIVED
 
-    async def _recruit(
-        self, schedule: Schedule[int], manifest: Manifest, vouching: list[NodeId]
-    ) -> None:
+    async def _recruit(self, schedule: Schedule[int], manifest: Manifest) -> None:
         """Looks for more donors of the same state, those that were out included."""
         want = WantManifest(oldest_round=manifest.round, newest_round=manifest.round)
         while True:
@@ -276,7 +294,6 @@ class Download:
                     break
                 if peer not in schedule.donors and await self._manifest_of(peer, want) == manifest:
                     schedule.add_donor(peer)
-                    vouching.append(peer)
 
     # Peers
 

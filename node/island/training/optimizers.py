@@ -15,7 +15,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, groupby
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -270,47 +270,49 @@ class Muon(_Uncompiled):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]  # torch overloads it for closures
-        """Moves every matrix that has a gradient."""
+        """Moves every matrix that has a gradient, some at a time; the gradients are used up."""
         assert closure is None
         for group in self.param_groups:
             with_gradient = [p for p in group["params"] if p.grad is not None]
             directions = [self._momentum_of(p, group["momentum"]) for p in with_gradient]
-            for parameter, update in zip(
-                with_gradient, self._orthogonalised(directions), strict=True
-            ):
-                values = local_of(parameter)
+            for place, update in self._orthogonalised(directions):
+                values = local_of(with_gradient[place])
                 values.mul_(1 - group["lr"] * group["weight_decay"])
-                values.add_(update, alpha=-group["lr"] * 0.2 * math.sqrt(max(parameter.shape)))
+                longer = max(with_gradient[place].shape)
+                values.add_(update, alpha=-group["lr"] * 0.2 * math.sqrt(longer))
 
     def _momentum_of(self, parameter: Tensor, momentum: float) -> Tensor:
-        """Nesterov's: the running mean, moved once more towards the gradient."""
+        """Nesterov's: the running mean, moved once more towards the gradient, in whose place it is."""
         state: dict[str, Any] = self.state[parameter]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
         gradient = local_of(parameter.grad)
         mean = local_of(state["momentum_buffer"]).lerp_(gradient, 1 - momentum)
-        return gradient.lerp(mean, momentum)
+        return gradient.lerp_(mean, momentum)
 
-    def _orthogonalised(self, directions: list[Tensor]) -> list[Tensor]:
+    def _orthogonalised(self, directions: list[Tensor]) -> Iterable[tuple[int, Tensor]]:
         if self._whole is None:
             return orthogonalised(directions, self.iteration_dtype)
         lower = [each.to(self.iteration_dtype) for each in directions]
-        return self._whole.apply(lambda all_of: orthogonalised(all_of, self.iteration_dtype), lower)
+        return enumerate(self._whole.apply(self._all_orthogonalised, lower))
+
+    def _all_orthogonalised(self, matrices: list[Tensor]) -> list[Tensor]:
+        updates = dict(orthogonalised(matrices, self.iteration_dtype))
+        return [updates[place] for place in range(len(matrices))]
 
 
-def orthogonalised(matrices: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """About U Vᵀ of each matrix U S Vᵀ, in its own dtype: singular values between 0.7 and 1.2.
+def orthogonalised(matrices: list[Tensor], dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:
+    """The place and about U Vᵀ of each matrix U S Vᵀ, in its own dtype: singular values 0.7 to 1.2.
 
     Five steps of a Newton–Schulz iteration whose coefficients grow small singular values fastest
-    and do not converge to exactly one (Jordan et al., 2024). Matrices of a shape go together.
+    and do not converge to exactly one (Jordan et al., 2024). Matrices of a shape go together, one
+    after the other come out: all of them would be as much memory as the model.
     """
-    results: list[Tensor | None] = [None] * len(matrices)
     for chunk in _chunks(matrices):
         stacked = torch.stack([_lying(matrices[i]) for i in chunk]).to(dtype)  # [N, short, long]
         for i, update in zip(chunk, _iterated(stacked), strict=True):
             standing = update.T if matrices[i].shape[0] > matrices[i].shape[1] else update
-            results[i] = standing.to(matrices[i].dtype)
-    return cast("list[Tensor]", results)
+            yield i, standing.to(matrices[i].dtype)
 
 
 def _lying(matrix: Tensor) -> Tensor:
