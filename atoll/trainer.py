@@ -89,6 +89,23 @@ def loss_in(outputs: Any) -> Tensor | None:
     return found if isinstance(found, Tensor) and found.numel() == 1 else None
 
 
+class SeenCount(Tensor):
+    """What a model is given as `num_items_in_batch`: it remembers whether its loss has looked at it.
+
+    A trainer gives it to each model that takes further arguments, and many of those pass over it.
+    """
+
+    is_used = False
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for each in (*args, *(kwargs or {}).values()):
+            if isinstance(each, SeenCount):
+                each.is_used = True
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs or {})
+
+
 def share_of(told: int | Tensor, *, rank: int, sharers: int) -> int | Tensor:
     """What one of the processes counts of what the trainer has counted over all; together they tell all."""
     total = told.reshape(-1)[0] if isinstance(told, Tensor) else told
@@ -124,6 +141,7 @@ class TrainerCallback(Base):
             0  # … which are parts of a sum that so many processes share; 0: each is a mean
         )
         self._has_warned = False
+        self._has_warned_of_sums = False
         self._hooks: list[Any] = []
         self._folder = Path()
         self.swarm: Swarm | None = None
@@ -238,6 +256,13 @@ class TrainerCallback(Base):
         give the model labels all the same, and its loss is not what is trained then.
         """
         sharers = how.world_size if how.average_tokens_across_devices else 1
+        times = sharers * how.gradient_accumulation_steps
+
+        def show_count(module: nn.Module, args: Any, inputs: dict[str, Any]) -> Any:
+            told = inputs.get("num_items_in_batch")
+            if not isinstance(told, Tensor) or torch.compiler.is_compiling():
+                return None
+            return args, {**inputs, "num_items_in_batch": told.as_subclass(SeenCount)}
 
         def hear(module: nn.Module, args: Any, inputs: dict[str, Any], outputs: Any) -> None:
             if (
@@ -246,14 +271,33 @@ class TrainerCallback(Base):
                 and (loss := loss_in(outputs)) is not None
             ):
                 kept = loss.detach()
+                told = inputs.get("num_items_in_batch")
+                is_mean = told is None or (isinstance(told, SeenCount) and not told.is_used)
+
+                def is_trained(_: Tensor) -> None:
+                    self._losses.append(kept)
+                    if is_mean and told is not None and times > 1:
+                        self._warn_of_sums(type(module).__name__, times)
+
                 if torch.compiler.is_compiling():  # what is compiled takes no hook
                     self._losses.append(kept)
                 elif loss.requires_grad:
-                    # torch gives it no types.
-                    loss.register_hook(lambda _: self._losses.append(kept))  # type: ignore[no-untyped-call]
-                self._sharers = sharers if inputs.get("num_items_in_batch") is not None else 0
+                    loss.register_hook(is_trained)  # type: ignore[no-untyped-call]  # torch gives it none
+                self._sharers = 0 if is_mean else sharers
 
+        self._hooks.append(model.register_forward_pre_hook(show_count, with_kwargs=True))
         self._hooks.append(model.register_forward_hook(hear, with_kwargs=True))
+
+    def _warn_of_sums(self, model: str, times: int) -> None:
+        if not self._has_warned_of_sums:
+            self._has_warned_of_sums = True
+            _log.warning(
+                "the loss of %s is a mean of each micro-batch, and the trainer takes it for a part of one: "
+                "the gradients, and the loss that the trainer logs, are %d times too large. Set "
+                "model.accepts_loss_kwargs = False before you make the Trainer",
+                model,
+                times,
+            )
 
     def _loss_of_step(self, state: TrainerState) -> float | Tensor | None:
         if not self._losses:

@@ -133,6 +133,36 @@ async def test_the_losses_of_all_steps_are_told_however_seldom_the_trainer_logs(
         assert report.inner_steps == 3 and report.loss == pytest.approx(mean, rel=1e-4)
 
 
+class OfMeans(LlamaForCausalLM):
+    """As classifiers of transformers: it takes the count of a whole step, and its loss passes over it."""
+
+    @wraps(LlamaForCausalLM.forward)  # by its arguments the trainer chooses columns
+    def forward(self, *args: Any, num_items_in_batch: Any = None, **kwargs: Any) -> Any:
+        return super().forward(*args, **kwargs)
+
+
+@pytest.mark.parametrize("is_told", [False, True])
+async def test_a_loss_that_passes_over_the_step_s_count_is_told_as_a_mean_of_its_micro_batches(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, is_told: bool
+) -> None:
+    """The trainer would log their sum, and a warning says so, until the model tells it."""
+    if is_told:
+        monkeypatch.setattr(OfMeans, "accepts_loss_kwargs", False, raising=False)
+    async with scene(tmp_path) as one:
+        how: dict[str, Any] = {"max_steps": 3, "gradient_accumulation_steps": 2}
+        thread = train(one, how={}, kind=OfMeans, **how)
+        await one.is_here()
+        report = await one.train(work(steps=100))
+        await one.island.publish(0)
+        await ends(thread)
+        (state,) = one.ended
+        (mean,) = (told["train_loss"] for told in state.log_history if "train_loss" in told)
+        times = 1 if is_told else 2
+        assert report.loss * times == pytest.approx(mean, rel=1e-4)
+        warnings = caplog.text.count("the loss that the trainer logs, are 2 times too large")
+        assert warnings == times - 1
+
+
 class OfRewards(Trainer):
     """As trl's GRPO: it gives the model labels, and trains another loss than the model's own."""
 
