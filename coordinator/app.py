@@ -13,15 +13,7 @@ import grpc.aio
 
 from coordinator.authority_key import refuse_damaged
 from coordinator.backups import BackupRecords, add_to, has_any
-from coordinator.config import (
-    AUTHORITY_KEY_FILE,
-    RUN_FILE,
-    CoordinatorConfig,
-    Home,
-    local_host,
-    rules_in_force,
-    unfinished_rotation_folder,
-)
+from coordinator.config import AUTHORITY_KEY_FILE, RUN_FILE, Home, unfinished_rotation_folder
 from coordinator.dashboard.given import GivenFile
 from coordinator.dashboard.link import open_dashboard, page_link, page_token
 from coordinator.dashboard.news_file import NewsFile
@@ -44,6 +36,7 @@ from coordinator.presets.costly import costs_in_words
 from coordinator.relay.forwarding import refuse_beside_the_moved
 from coordinator.relay.line import Carriage
 from coordinator.relay.through import Through
+from coordinator.rules import rules_in_force
 from coordinator.services.answering import Gate
 from coordinator.services.enrolment import (
     Certificates,
@@ -56,6 +49,7 @@ from coordinator.services.outside import Lookout, listen
 from coordinator.services.ruling import Rulings, refuse_replaced_key, tell_of_clock
 from coordinator.services.session import SessionDesk, session_service
 from coordinator.services.status import Past, StatusDesk, status_service
+from coordinator.settings import CoordinatorConfig, local_host
 from coordinator.store import Store, may_have_begun
 from coordinator.streams import Telemetry
 from coordinator.swarm.state import KEPT_ROUNDS, SwarmState

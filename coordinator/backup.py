@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from coordinator.authority_key import is_encrypted, refuse_damaged
-from coordinator.config import AUTHORITY_KEY_FILE, HOME_FILES, SOME_HOME_FILES, Home, rules_in_force
+from coordinator.config import AUTHORITY_KEY_FILE, HOME_FILES, SOME_HOME_FILES, Home
 from coordinator.database import DATABASE_NAME, refuse_lost
+from coordinator.rules import rules_in_force
 from coordinator.store import Store
 from protocol.errors import AtollError, CannotCreateError, NoInputError, SystemRefusedError
 from protocol.files.durable import (

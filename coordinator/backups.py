@@ -22,8 +22,9 @@ import structlog
 from pydantic import TypeAdapter, ValidationError
 
 from coordinator.backup import Backup, back_up, require_started
-from coordinator.config import CONFIG_FILE, Home
+from coordinator.config import Home
 from coordinator.remote_backup import RemoteCopies, Restored, back_up_to, is_remote
+from coordinator.settings import CONFIG_FILE
 from protocol.errors import AtollError, BadDataError, NoInputError, SystemRefusedError, UsageError
 from protocol.files.durable import (
     as_typed,

@@ -12,23 +12,20 @@ atoll.db, lock    coordinator.store
 """
 
 import errno
-import json
-import socket
 import tomllib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Self
 
-from pydantic import AfterValidator, Field, ValidationError, field_validator
+from pydantic import ValidationError
 
 from coordinator.database import DATABASE_NAME
-from coordinator.presets.cost import CODEC_COSTS
 from coordinator.presets.settling import Settled, settled_run_file, wants_settling
 from coordinator.relay.line import THROUGH_FILE
-from coordinator.swarm.state import Rules
+from coordinator.settings import CONFIG_FILE, CoordinatorConfig, load_config, local_host
 from protocol.errors import (
     NEXT_STEP_FOR_REFUSAL,
     AtollError,
@@ -49,12 +46,8 @@ from protocol.files.durable import (
     whose_it_is,
     write_atomically,
 )
-from protocol.run.amendments import in_force, schedule_of
-from protocol.run.models import Section, layout_of, nearest_key
-from protocol.run.run_files import DESCRIPTION_FILE, WHEN_MISSING, load_run_folder, validated
+from protocol.run.run_files import DESCRIPTION_FILE, load_run_folder, validated
 from protocol.run.run_spec import RunSection, RunSpec
-from protocol.run.schedule import Schedule
-from protocol.terminal.console import seconds_of, web_address_of
 from protocol.trust.credentials import (
     AUTHORITY_FILE,
     CERTIFICATE_FILE,
@@ -65,19 +58,19 @@ from protocol.trust.credentials import (
     folders_here,
 )
 from protocol.trust.pki import Authority, Issuer, has_issued, is_key_of, new_swarm_id
-from protocol.trust.rulings import Ruling, RulingVerifier
+from protocol.trust.rulings import RulingVerifier
 from protocol.trust.signing import Bundle, first_of, number_of
 
-DEFAULT_CONTROL_PORT = 7700
-DEFAULT_ENROLMENT_PORT = 7701
-DEFAULT_DASHBOARD = "127.0.0.1:7702"
-
 RUN_FILE = "run.toml"
-CONFIG_FILE = "coordinator.toml"
+
 AUTHORITY_KEY_FILE = "ca.key"
+
 ISSUER_FILE = "coordinator.pem"
+
 ISSUER_KEY_FILE = "coordinator.key"
+
 SERVER_FILE = "server.pem"
+
 SERVER_KEY_FILE = "server.key"
 
 HOME_FILES = (
@@ -97,134 +90,8 @@ SOME_HOME_FILES = (AUTHORITY_KEY_FILE, THROUGH_FILE)
 """What a folder may be without: the first where it lies elsewhere, the second where no relay carries its
 coordinator."""
 
-MOST_PORT = 65535
-
-Port = Annotated[int, Field(ge=0, le=MOST_PORT)]
-Host = Annotated[str, Field(min_length=1, max_length=253)]
-
-
-def _checked_web_address(text: str) -> str:
-    if text:
-        web_address_of(text)
-    return text
-
-
-WebAddress = Annotated[str, AfterValidator(_checked_web_address)]
-
-
-def _checked_span(text: str) -> str:
-    seconds = seconds_of(text)
-    if seconds is None or seconds < 1:
-        raise ValueError("not a time span of a second or more, such as 90s or 10m")
-    return text
-
-
-Span = Annotated[str, AfterValidator(_checked_span)]
-
 RUN_TEMPLATE = (resources.files("coordinator") / "run_template.toml").read_text(encoding="utf-8")
 """What a new folder has."""
-
-
-class CoordinatorConfig(Section):
-    """coordinator.toml: where the coordinator listens, and the host that invites send nodes to.
-
-    `dashboard` is where it serves pages, `backup` where copies of the run go; empty: nowhere.
-    `connections_per_address` bounds what strangers hold at each port (coordinator.ports).
-    """
-
-    host: Host = "0.0.0.0"
-    control_port: Port = DEFAULT_CONTROL_PORT
-    enrolment_port: Port = DEFAULT_ENROLMENT_PORT
-    advertise: Host = "127.0.0.1"
-    dashboard: WebAddress = DEFAULT_DASHBOARD
-    connections_per_address: int = Field(default=64, ge=4, le=100_000)
-    backup: str = ""
-    backup_every: Span = "10m"
-    backup_keep: Annotated[int, Field(ge=1)] = 24
-
-    @classmethod
-    def checked(cls, **values: str | int | None) -> Self:
-        """From a command line: None means the default. Raises UsageError for what cannot be."""
-        try:
-            return cls.model_validate({k: v for k, v in values.items() if v is not None})
-        except ValidationError as error:
-            raise UsageError(_first_problem(error), next_step="choose another value") from error
-
-    @field_validator("advertise")
-    @classmethod
-    def _is_a_host_alone(cls, advertise: str) -> str:
-        host = advertise.partition("://")[2] or advertise
-        host = host.partition("/")[0]
-        name, _, port = host.rpartition(":")
-        if port.isdecimal() and (":" not in name or name.endswith("]")):
-            host = name
-        host = host.removeprefix("[").removesuffix("]")
-        if host != advertise:
-            raise ValueError(
-                f"not a host alone; leave out scheme, port and path: {host!r} (the ports are "
-                "control_port and enrolment_port)"
-            )
-        return advertise
-
-    @classmethod
-    def new(
-        cls, *, host: str, control_port: int | None, enrolment_port: int | None, advertise: str
-    ) -> Self:
-        """A new run's: its ports follow one another, so that runs with ports of their own share none.
-
-        Raises UsageError.
-        """
-        if enrolment_port is None and control_port is not None:
-            if control_port == MOST_PORT:
-                raise UsageError(
-                    f"--port {control_port} leaves no port after it for joining",
-                    next_step="choose another, or name both: --port and --enrolment-port",
-                )
-            enrolment_port = control_port and control_port + 1
-        made = cls.checked(
-            host=host,
-            control_port=control_port,
-            enrolment_port=enrolment_port,
-            advertise=advertise,
-        )
-        return made.with_changes(dashboard=made._usual_dashboard)
-
-    @property
-    def _usual_dashboard(self) -> str:
-        beside = max(self.control_port, self.enrolment_port) + 1
-        is_port = 1 < beside <= MOST_PORT
-        return f"127.0.0.1:{beside}" if is_port else DEFAULT_DASHBOARD
-
-    @property
-    def has_usual_dashboard(self) -> bool:
-        """Whether nobody has asked for its address: where it is taken, the next that is free does as well."""
-        return self.dashboard in {DEFAULT_DASHBOARD, self._usual_dashboard}
-
-    @property
-    def has_one_port(self) -> bool:
-        """Whether members and who joins come by the same port."""
-        return self.control_port == self.enrolment_port != 0
-
-    def with_changes(self, **values: str | int | None) -> Self:
-        """The same, but for the values that are not None."""
-        changes = {k: v for k, v in values.items() if v is not None}
-        return self.checked(**(self.model_dump() | changes))
-
-    def to_toml(self) -> str:
-        """The file's text."""
-        return (
-            "# Where the coordinator listens. Port 0 lets the system choose one at every start.\n"
-            f"host = {json.dumps(self.host)}\n"
-            f"control_port = {self.control_port}      # nodes and queries: mutual TLS\n"
-            f"enrolment_port = {self.enrolment_port}    # 'atoll join': TLS and an invite\n"
-            f"advertise = {json.dumps(self.advertise)}  # the host that invites send nodes to\n"
-            f'dashboard = {json.dumps(self.dashboard)}  # page and /metrics; "": none\n'
-            f"connections_per_address = {self.connections_per_address}  # of machines that have not called "
-            "as members yet\n"
-            f"backup = {json.dumps(self.backup)}              # where copies of the run go, a folder or s3://…\n"
-            f"backup_every = {json.dumps(self.backup_every)}     # how often\n"
-            f"backup_keep = {self.backup_keep}          # how many stay\n"
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -257,7 +124,7 @@ class Home:
             _read_secret(directory / AUTHORITY_KEY_FILE)  # nobody else may read it, used or not
         home = cls(
             directory=directory,
-            config=_load_config(directory / CONFIG_FILE),
+            config=load_config(directory / CONFIG_FILE),
             run=_load_run(directory),
             authorities_pem=_read(directory / AUTHORITY_FILE),
             issuer=Issuer(
@@ -370,55 +237,6 @@ def finish_rotation(directory: Path) -> None:
         new.rmdir()
 
 
-SLICE_BYTES = 1 << 20
-"""Of a contribution: a tenth of a second at 100 Mbit/s, many times what a slice costs in messages."""
-
-
-def rules_in_force(run: RunSpec, rulings: Iterable[Ruling]) -> Rules:
-    """What the core goes by after all rulings. Raises ConfigError as in_force does."""
-    rulings = tuple(rulings)
-    return rules_of(in_force(run, rulings), began=run, schedule=schedule_of(run, rulings))
-
-
-def rules_of(
-    run: RunSpec, *, began: RunSpec | None = None, schedule: Schedule | None = None
-) -> Rules:
-    """What of the run file the core goes by; `began`: without amendments, where there are some.
-
-    Nodes say which codecs the run began with: of those in force they hear when they attach.
-    """
-    return Rules(
-        total_rounds=run.run.rounds,
-        min_nodes=run.run.min_nodes,
-        inner_steps=run.node_steps,
-        round_steps=run.round_steps,
-        schedule=schedule or Schedule.of(began or run),
-        batch=run.inner.batch,
-        context=run.model.context,
-        train_seconds=run.deadlines.train,
-        contribute_seconds=run.deadlines.contribute,
-        commit_seconds=run.deadlines.commit,
-        apply_seconds=run.deadlines.apply,
-        lease_seconds=run.deadlines.lease,
-        adapts_deadlines=run.deadlines.adapt,
-        floor_seconds=run.deadlines.floor,
-        has_overlap=run.exchange.overlap != "none",
-        evaluate_every_rounds=run.evaluation.every_rounds,
-        num_prompts=len(run.evaluation.prompts),
-        first_digest=run.first_digest,
-        watches_loss=run.evaluation.go_back,
-        bounds_results=run.outer.screening,
-        audited_share=run.outer.audit,
-        has_private_data=run.data.private,
-        compares_samples=run.description is not None and run.description.compares_samples,
-        slice_elements=int(8 * SLICE_BYTES / CODEC_COSTS[run.exchange.uplink].bits),
-        layout=layout_of(run).summary(),
-        codecs=(began or run).exchange.codecs,
-        tokens_before=run.beginning.tokens,
-        trained_before=run.beginning.trained,
-    )
-
-
 def run_text(*, name: str | None) -> str:
     """The text of a new run.toml: the template with that name."""
     if name is None:
@@ -507,35 +325,6 @@ def create_home(
     return Home.load(directory)
 
 
-def local_host(host: str) -> str:
-    """How commands on this machine reach a coordinator that listens on `host`."""
-    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-
-
-def advertised_host(host: str) -> str:
-    """The host that invites name when nobody says otherwise: this machine, as others see it."""
-    if local_host(host) == host:
-        return host
-    # No packet is sent: connecting a datagram socket only asks for the route out.
-    ways = [(socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")]
-    for family, elsewhere in reversed(ways) if host == "::" else ways:
-        with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect((elsewhere, 9))
-            return str(probe.getsockname()[0])
-    return socket.gethostname()
-
-
-def _load_config(path: Path) -> CoordinatorConfig:
-    values = read_toml(path, when_missing=WHEN_MISSING)
-    try:
-        return CoordinatorConfig.model_validate(values)
-    except ValidationError as error:
-        known = ", ".join(CoordinatorConfig.model_fields)
-        raise ConfigError(
-            f"{path}: {_first_problem(error)}", next_step=f"correct it; the keys are {known}"
-        ) from error
-
-
 def _load_run(directory: Path) -> RunSpec:
     try:
         return load_run_folder(directory, RUN_FILE)
@@ -553,17 +342,6 @@ def _load_run(directory: Path) -> RunSpec:
                 f"are then written anew, as {DATABASE_NAME} has them"
             )
         raise
-
-
-def _first_problem(error: ValidationError) -> str:
-    problem = error.errors()[0]
-    key = ".".join(str(part) for part in problem["loc"])
-    if problem["type"] == "extra_forbidden":
-        return f"{key}: unknown key{nearest_key(key, CoordinatorConfig)}"
-    message = problem["msg"].removeprefix("Value error, ")  # what pydantic says before ours
-    if not key:  # of several keys together
-        return message
-    return f"{key} = {problem['input']!r}: {message[0].lower()}{message[1:]}"
 
 
 def _read_secret(path: Path) -> bytes:

@@ -9,12 +9,13 @@ from typing import Literal
 import structlog
 
 from coordinator.presets.choosing import Plan
-from coordinator.swarm.committed import awaits_first_weights, screenings_of
+from coordinator.swarm.agreement import awaits_first_weights
+from coordinator.swarm.books import screenings_of
 from coordinator.swarm.events import EndSession, Tell
 from coordinator.swarm.explain import alike_in_words, differing_in_words, unevaluated_in_words
 from coordinator.swarm.members import PRESENT, Member, MemberState, Verdict
 from coordinator.swarm.reach import helper_between, newly_cut_pairs
-from coordinator.swarm.start_and_end import missing
+from coordinator.swarm.start import missing
 from coordinator.swarm.state import RoundPhase, SwarmState, name_of, names_of
 from coordinator.swarm.transition import Transition
 from protocol.errors import AtollError

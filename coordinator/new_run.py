@@ -20,9 +20,10 @@ from protocol.terminal.console import PathAtHome
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from coordinator.config import CoordinatorConfig, Home
+    from coordinator.config import Home
     from coordinator.presets.composing import NewRun
     from coordinator.presets.wanted import Wanted
+    from coordinator.settings import CoordinatorConfig
 
 _NAMED = (
     *("model", "source", "lora", "function", "data", "data_function", "private", "loop"),
@@ -219,8 +220,9 @@ def init(
     JSON holds the situation, every choice with its reason, and the prediction, in seconds, bytes,
     and bits per second.
     """
-    from coordinator.config import CoordinatorConfig, advertised_host, require_free
+    from coordinator.config import require_free
     from coordinator.presets.wanted import Wanted
+    from coordinator.settings import CoordinatorConfig, advertised_host
 
     wanted = Wanted(**asked)
     if run_file is not None:
@@ -389,7 +391,7 @@ def _answered_optimizer(usual: str) -> str:
 
 def _ports_beside_another_run(host: str) -> tuple[int, int] | None:
     """Two that are free, where one of the usual ones is in use on this machine; None where both are free."""
-    from coordinator.config import DEFAULT_CONTROL_PORT, DEFAULT_ENROLMENT_PORT
+    from coordinator.settings import DEFAULT_CONTROL_PORT, DEFAULT_ENROLMENT_PORT
 
     both = (DEFAULT_CONTROL_PORT, DEFAULT_ENROLMENT_PORT)
     for more in range(0, MOST_RUNS_HERE * PORTS_OF_A_RUN, PORTS_OF_A_RUN):

@@ -15,12 +15,10 @@ from urllib.parse import unquote
 import grpc.aio
 import structlog
 
-from coordinator.config import CoordinatorConfig, Home
+from coordinator.config import Home
 from coordinator.relay.doors import source_of
 from coordinator.relay.one_port import HERE, OnePort
-from protocol.service.limits import allow_open_files, require_open_files, require_processes
-from protocol.trust.pki import server_name
-from protocol.wire.server import (
+from coordinator.server import (
     CONTROL_OPTIONS,
     ENROLMENT_OPTIONS,
     ReadableMessages,
@@ -29,6 +27,9 @@ from protocol.wire.server import (
     bind_enrolment,
     with_most,
 )
+from coordinator.settings import CoordinatorConfig
+from protocol.service.limits import allow_open_files, require_open_files, require_processes
+from protocol.trust.pki import server_name
 
 OWN_OPEN_FILES = 96
 DASHBOARD_OPEN_FILES = 128
@@ -143,7 +144,7 @@ def require_room_for(config: CoordinatorConfig, *, min_nodes: int, is_carried: b
 # How many connections one address and one key may have open
 #
 # gRPC accepts them, bounds their number in all, and ends those that agree on no TLS in time
-# (protocol.wire.server). It has no bound by address. So this looks at the sockets of this process twice a
+# (coordinator.server). It has no bound by address. So this looks at the sockets of this process twice a
 # second, and ends what is too much. A relay bounds what comes through it (coordinator.relay.doors).
 
 LOOK_SECONDS = 0.5

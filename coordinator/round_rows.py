@@ -19,7 +19,7 @@ from blake3 import blake3
 from pydantic import ConfigDict, TypeAdapter
 
 from coordinator.database import put, row_of, rows_of
-from coordinator.swarm.committed import all_reduce_bytes, screenings_of
+from coordinator.swarm.books import all_reduce_bytes, screenings_of
 from coordinator.swarm.members import Screening
 from coordinator.swarm.state import KEPT_ROUNDS, ClosedRound, Round, SliceProgress, SwarmState
 from protocol.trust.signing import statement_of

@@ -31,7 +31,7 @@ from coordinator.database import (
 )
 from coordinator.invite_rows import Invites
 from coordinator.round_rows import JSON, Sign, load_round, save_round
-from coordinator.swarm.committed import KEPT_COMMITS, norms_of, stride_of
+from coordinator.swarm.bounds import KEPT_COMMITS, norms_of, stride_of
 from coordinator.swarm.events import Undone
 from coordinator.swarm.ledger import Ledger
 from coordinator.swarm.members import PRESENT, Member

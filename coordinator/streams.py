@@ -7,14 +7,15 @@ import asyncio
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
+from coordinator.swarm.agreement import commits_wanted, may_bring_commits, refetch_of
 from coordinator.swarm.audit import lacking, order_of, pending_audits
-from coordinator.swarm.committed import commits_wanted, may_bring_commits, refetch_of
+from coordinator.swarm.end import finished_of
 from coordinator.swarm.events import EndSession, OpenSession, SendRoster, Tell
 from coordinator.swarm.members import Member, MemberState
 from coordinator.swarm.membership import roster_of
 from coordinator.swarm.rounds import plan_of
 from coordinator.swarm.spot_checks import orders_for
-from coordinator.swarm.start_and_end import finished_of, time_of_round
+from coordinator.swarm.start import time_of_round
 from coordinator.swarm.state import Round, SwarmState, Writing, is_present
 from coordinator.swarm.takeover import offer_of, takeover_of
 from protocol.errors import AtollError, SessionEndedError

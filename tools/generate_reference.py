@@ -13,7 +13,7 @@ from pathlib import Path
 import click
 
 from benchmarks.measurement import markdown
-from coordinator.config import RUN_TEMPLATE, CoordinatorConfig
+from coordinator.config import RUN_TEMPLATE
 from coordinator.dashboard.run_metrics import RUN_METRICS
 from coordinator.presets.composing import NAMED_MODELS, USUAL_NODES
 from coordinator.presets.cost import (
@@ -24,6 +24,7 @@ from coordinator.presets.cost import (
     Situation,
     bytes_per_round,
 )
+from coordinator.settings import CoordinatorConfig
 from node.config import OF_HELPERS, TEMPLATE
 from protocol.run.node_memory import daemon_bytes
 from protocol.terminal import cli

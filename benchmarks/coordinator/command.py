@@ -24,7 +24,8 @@ from pathlib import Path
 
 from benchmarks.coordinator.nodes import SimulatedNode, Timings
 from benchmarks.measurement import Rows, add_results, machine, markdown, parser_of
-from coordinator.config import CoordinatorConfig, Home, create_home
+from coordinator.config import Home, create_home
+from coordinator.settings import CoordinatorConfig
 from lab.processes.family import atoll_command, atoll_environment, seconds_of
 from protocol.run.models import Description, TensorShape
 from protocol.run.run_files import DESCRIPTION_FILE, description_file, validated

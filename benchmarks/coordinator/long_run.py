@@ -14,12 +14,13 @@ from benchmarks.coordinator.database import IN_A_SAVE, attached, events_of
 from benchmarks.coordinator.nodes import CORPUS, state_at
 from coordinator import round_rows
 from coordinator.app import TIMES_FILE
-from coordinator.config import Home, rules_of
+from coordinator.config import Home
 from coordinator.dashboard.news_file import KEPT, NewsFile
 from coordinator.dashboard.timeline import MOST_NODES, RoundTimes, Stages, TimesFile
 from coordinator.database import NEWS_FILE, Database, put
 from coordinator.journal import News
 from coordinator.round_rows import wire_ledger
+from coordinator.rules import rules_of
 from coordinator.store import Store
 from coordinator.swarm.state import HeldOut, SwarmState, Written
 from coordinator.swarm.transition import initial_state, step

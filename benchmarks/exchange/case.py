@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, get_args
 
-from coordinator.config import SLICE_BYTES
 from coordinator.presets.cost import CODEC_COSTS
+from coordinator.rules import SLICE_BYTES
 from lab.network.links import DEFAULT_BUFFER_BYTES, Link
 from node.exchange.peers import Limits
 from protocol.errors import UsageError

@@ -23,7 +23,8 @@ import torch
 from benchmarks.learning.data_parallel import train_data_parallel
 from benchmarks.learning.intervals import NESTEROV, PLAIN, in_per_cent
 from benchmarks.measurement import Rows, add_results, asked_by, markdown, parser_of, read_rows
-from benchmarks.race import RATES, TRAINED, inner_table
+from benchmarks.race import TRAINED, inner_table
+from benchmarks.races import RATES
 from lab.simulation.plain_calls import Setting, spec_of, swarm_at_end, train_swarm
 from node.island.data.dataset import read_corpus
 from node.outer_state import Vector

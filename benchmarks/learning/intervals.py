@@ -34,7 +34,8 @@ from benchmarks.measurement import (
     read_rows,
     run_missing,
 )
-from benchmarks.race import RATES, TRAINED, inner_table
+from benchmarks.race import TRAINED, inner_table
+from benchmarks.races import RATES
 from coordinator.presets.choosing import BLENDS, OFTEN_STEPS
 from coordinator.presets.loss import CODEC_LOSSES, POWER, SPARSE
 from lab.simulation.plain_calls import Setting, spec_of, train_swarm

@@ -33,7 +33,8 @@ from benchmarks.measurement import (
     read_rows,
     run_missing,
 )
-from benchmarks.race import RATES, TRAINED, inner_table
+from benchmarks.race import TRAINED, inner_table
+from benchmarks.races import RATES
 from lab.simulation.plain_calls import Setting, spec_of, train_swarm
 from node.island.data.dataset import read_corpus
 

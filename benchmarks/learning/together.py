@@ -24,26 +24,19 @@ from typing import Any
 
 from benchmarks.measurement import Rows, add_results, markdown, parser_of
 from benchmarks.race import (
-    ATOLL,
-    CEILING,
-    RACES,
-    RATES,
     TINY,
     TRAINED,
-    Known,
     Losing,
-    Try,
     best_among,
     known_in,
     known_today,
     outer_by_presets,
     prepare_process,
-    race_of,
     racing,
     run,
-    share_at,
     slower,
 )
+from benchmarks.races import ATOLL, CEILING, RACES, RATES, Known, Try, race_of, share_at
 from lab.processes.family import nothing_left
 
 RESULTS = Path("docs/results/together.jsonl")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from coordinator.config import CoordinatorConfig
+from coordinator.settings import CoordinatorConfig
 from protocol.errors import SystemRefusedError
 from protocol.files.durable import read_secret, write_atomically
 from protocol.terminal.console import is_loopback, web_address_of

@@ -9,7 +9,7 @@ from string import Formatter
 import structlog
 
 from coordinator.journal import News
-from protocol.files.durable import RollingFile, lines_of
+from protocol.files.rolling import RollingFile, lines_of
 
 _log = structlog.get_logger()
 

@@ -15,7 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 from coordinator.swarm.events import Tell
 from coordinator.swarm.state import Round, SwarmState
 from coordinator.swarm.transition import Transition
-from protocol.files.durable import RollingFile, lines_of
+from protocol.files.rolling import RollingFile, lines_of
 from protocol.wire.messages import AuditAsked, RoundCommitted, SliceTakenOver
 from protocol.wire.rounds import NodeId
 

@@ -93,9 +93,9 @@ def start(
       atoll coordinator start my-run --through LINE
       atoll relay start my-relay --advertise relay.example.org --helper my-helper
     """
-    from coordinator.config import advertised_host
     from coordinator.relay.doors import Limits
     from coordinator.relay.server import Settings, run_relay
+    from coordinator.settings import advertised_host
     from protocol.trust.invite import check_endpoint
 
     outside = advertise or advertised_host(host)

@@ -15,8 +15,8 @@ from typing import Any
 import structlog
 
 from coordinator.relay.stream import Connection, accepted
+from coordinator.server import refusal_to_listen
 from protocol.errors import ProtocolMismatchError
-from protocol.wire.server import refusal_to_listen
 
 MAX_ADDRESSES = 10_000
 """Addresses whose latest connections are remembered; the one that came longest ago is forgotten first."""

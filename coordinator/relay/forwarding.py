@@ -12,11 +12,12 @@ from functools import partial
 
 import structlog
 
-from coordinator.config import CoordinatorConfig, Home
+from coordinator.config import Home
 from coordinator.database import DATABASE_NAME
 from coordinator.relay.doors import EVERYWHERE, Doors, Limits, Place, Places, listening_socket
 from coordinator.relay.server import until_stopped
 from coordinator.relay.stream import CHUNK_BYTES, Connection, joined
+from coordinator.settings import CoordinatorConfig
 from coordinator.store import Store
 from protocol.errors import AtollError, NoInputError, SystemRefusedError, UsageError
 from protocol.files.durable import as_typed

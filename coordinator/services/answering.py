@@ -5,9 +5,9 @@ from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any, NoReturn, Protocol, TypeVar
 
-import grpc.aio
 import structlog
 
+from coordinator.server import Context, caller, certificate_of
 from coordinator.store import Store
 from protocol.errors import (
     AtollError,
@@ -20,12 +20,9 @@ from protocol.errors import (
 from protocol.trust.pki import Principal, Role, refuse_ended, renew_in_seconds
 from protocol.trust.rulings import Ruling, refuse_barred
 from protocol.wire.rounds import NodeId
-from protocol.wire.server import caller, certificate_of
 from protocol.wire.status_codes import abort
 
 _log = structlog.get_logger()
-
-Context = grpc.aio.ServicerContext[Any, Any]
 
 T = TypeVar("T")
 

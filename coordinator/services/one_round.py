@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from coordinator.dashboard.timeline import MOST_NODES, RoundTimes, Stages, waited_for
 from coordinator.round_rows import screening_to_wire
-from coordinator.swarm.committed import screenings_of
+from coordinator.swarm.books import screenings_of
 from coordinator.swarm.members import Screening
 from coordinator.swarm.state import KEPT_ROUNDS, ClosedRound, Round, SwarmState
 from protocol.v1 import status_pb2 as pb

@@ -9,11 +9,11 @@ from functools import partial
 
 import structlog
 
-from coordinator.config import Home, rules_in_force, rules_of
+from coordinator.config import Home
 from coordinator.driver import Driver, Session
+from coordinator.rules import rules_in_force, rules_of
 from coordinator.services import checks
 from coordinator.store import Store
-from coordinator.swarm.evaluation import COORDINATOR
 from coordinator.swarm.events import (
     GoBack,
     QuarantineAsked,
@@ -49,6 +49,7 @@ from protocol.trust.evidence import Equivocation, Evidence
 from protocol.trust.rulings import (
     ABOUT_NODES,
     CERTIFICATES,
+    COORDINATOR,
     MOST_RULINGS,
     NOBODY,
     NUMBER,

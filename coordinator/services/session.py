@@ -18,6 +18,7 @@ import structlog
 from coordinator.driver import Driver
 from coordinator.invite_rows import EnrolledMember
 from coordinator.journal import log_copy
+from coordinator.server import Context
 from coordinator.services import checks
 from coordinator.services.accusations import Accusations
 from coordinator.services.answering import (
@@ -25,7 +26,6 @@ from coordinator.services.answering import (
     MOST_ATTACHES,
     MOST_TOLD,
     CallRates,
-    Context,
     Gate,
     for_all,
     refuse,
@@ -35,6 +35,7 @@ from coordinator.services.enrolment import Certificates
 from coordinator.services.outside import Lookout
 from coordinator.services.ruling import Rulings
 from coordinator.streams import Telemetry
+from coordinator.swarm.end import finished_reason
 from coordinator.swarm.events import (
     Attached,
     BaseLearned,
@@ -47,7 +48,6 @@ from coordinator.swarm.events import (
 )
 from coordinator.swarm.members import PRESENT, Condition
 from coordinator.swarm.membership import HEARTBEATS_PER_LEASE
-from coordinator.swarm.start_and_end import finished_reason
 from coordinator.swarm.state import Round, SwarmState, name_of, present_members
 from protocol.errors import AtollError, BadDataError, CopyAttachedError, ProtocolMismatchError
 from protocol.run.amendments import in_force

@@ -13,7 +13,8 @@ from coordinator.services import checks
 from coordinator.services.answering import Gate, for_all, service
 from coordinator.services.one_round import closed_round, open_round
 from coordinator.streams import Telemetry
-from coordinator.swarm.committed import awaits_first_weights, recent_screening
+from coordinator.swarm.agreement import awaits_first_weights
+from coordinator.swarm.books import recent_screening
 from coordinator.swarm.explain import (
     alike_in_words,
     differing_in_words,
@@ -21,11 +22,10 @@ from coordinator.swarm.explain import (
     paused_in_words,
     run_seconds_left,
 )
-from coordinator.swarm.going_back import books_after
+from coordinator.swarm.going_back import books_after, rounds_in_reach, spans_in_words
 from coordinator.swarm.ledger import free_again, num_reached, num_samples_of, used_up
 from coordinator.swarm.members import BARRED, PRESENT, Member, MemberState
 from coordinator.swarm.reach import is_symmetric
-from coordinator.swarm.reach_back import rounds_in_reach, spans_in_words
 from coordinator.swarm.standing import waiting_in_words
 from coordinator.swarm.state import (
     HeldOut,

@@ -26,11 +26,11 @@ from itertools import accumulate
 
 from blake3 import blake3
 
-from coordinator.swarm.events import LeftOutProven, QuarantineAsked, Tell, Turn
-from coordinator.swarm.members import BARRED, Audit, Conviction, Finding, MemberState, Verdict, Work
-from coordinator.swarm.reach_back import latest_in_reach
+from coordinator.swarm.events import Tell, Turn
+from coordinator.swarm.going_back import latest_in_reach
+from coordinator.swarm.members import BARRED, Audit, Finding, MemberState, Verdict
+from coordinator.swarm.penalties import MOST_CONTRADICTED, contradict, convict, strike, was_silent
 from coordinator.swarm.retraction import go_back_before
-from coordinator.swarm.standing import rounds_out
 from coordinator.swarm.state import (
     Round,
     Say,
@@ -301,7 +301,7 @@ def _decide_first(turn: Turn, audit: Audit) -> None:
     if not audit.findings:
         if _is_over(turn, audit) or not is_present(state, first):
             _end(turn, audit, Verdict.UNANSWERED)
-            _was_silent(turn, first)
+            was_silent(turn, first)
         return
     if not _ask_others(turn, audit):
         _dispute(turn, audit)
@@ -453,17 +453,6 @@ def _dispute(turn: Turn, audit: Audit) -> None:
         strike(turn, node_id)
 
 
-def _was_silent(turn: Turn, node_id: NodeId) -> None:
-    """Who is asked and does not answer lets results pass unseen: it is asked more and more seldom."""
-    member, planned = turn.state.members.get(node_id), next_round(turn.state)
-    if member is None or member.audits.audits_from_round > planned:
-        return  # it is gone, or was silent on another slice too
-    silent = member.audits.num_unanswered + 1
-    from_round = planned + rounds_out(silent)
-    record = replace(member.audits, num_unanswered=silent, audits_from_round=from_round)
-    turn.put_member(replace(member, audits=record))
-
-
 def _end(turn: Turn, audit: Audit, verdict: Verdict, *, why: str = "") -> None:
     _put(turn, replace(audit, verdict=verdict, why=why))
 
@@ -472,78 +461,3 @@ def _put(turn: Turn, audit: Audit) -> None:
     place = audit.round, audit.slice.index
     audits = (audit if (a.round, a.slice.index) == place else a for a in turn.state.audits)
     turn.state = replace(turn.state, audits=tuple(audits))
-
-
-# What follows from a proven lie
-#
-# A ruling puts a member that is convicted in quarantine, with the evidence. A reducer whose results are in
-# doubt stays away from slices for 1, 2, 4, … rounds.
-
-MOST_CONTRADICTED = 2
-"""So often a member's findings are contradicted until its confirmed work counts no more."""
-
-
-def convict(turn: Turn, node_id: NodeId, reason: str, evidence: tuple[str, ...]) -> None:
-    """Has a member put in quarantine, once, unless it is barred already."""
-    strike(turn, node_id)
-    state, member = turn.state, turn.state.members.get(node_id)
-    is_asked = any(conviction.node_id == node_id for conviction in state.convicted)
-    if member is None or member.state in BARRED or is_asked:
-        return
-    conviction = Conviction(
-        node_id=node_id, node_name=name_of(state, node_id), reason=reason, evidence=evidence
-    )
-    turn.state = replace(state, convicted=(*state.convicted, conviction))
-    turn.act(QuarantineAsked(conviction=conviction))
-
-
-def left_out(turn: Turn, event: LeftOutProven) -> None:
-    """A reducer has left out a contribution that it gave a receipt for; heard until its round is settled."""
-    omission, current = event.omission, turn.state.open_round
-    if current is None or current.number != omission.round:
-        return
-    progress = current.slices[omission.slice_index]
-    place = progress.slice.reducer_id, progress.digest
-    is_known = any(c.node_id == omission.reducer_id for c in turn.state.convicted)
-    if place != (omission.reducer_id, omission.result) or progress.refused or is_known:
-        return
-    name, left = (name_of(turn.state, n) for n in (omission.reducer_id, omission.contributor_id))
-    reason = (
-        f"it left {left} out of slice {omission.slice_index} of round {omission.round}, whose "
-        f"contribution it had signed a receipt for"
-    )
-    convict(turn, omission.reducer_id, reason, event.evidence)
-    commit, index = current.commit, omission.slice_index
-    if commit is not None and commit.slices[index].digest is not None:
-        go_back_before(turn, omission.round, f"{name} is convicted: {reason}", event.evidence)
-    elif commit is None:
-        turn.put_slice(current, replace(progress, refused=f"{name} is convicted: {reason}"))
-
-
-def sound_convictions(turn: Turn) -> None:
-    """Has the edge rule what follows from convictions that a coordinator before this one came to."""
-    for conviction in turn.state.convicted if turn.state.awaited is None else ():
-        turn.act(QuarantineAsked(conviction=conviction))
-
-
-def strike(turn: Turn, node_id: NodeId) -> None:
-    """Keeps a member from slices and audits for a while, twice as long each time."""
-    member = turn.state.members.get(node_id)
-    if member is None:
-        return
-    num_disputed = member.audits.num_disputed + 1
-    back_at = next_round(turn.state) + rounds_out(num_disputed)
-    record = replace(member.audits, num_disputed=num_disputed, back_at_round=back_at)
-    turn.put_member(replace(member, audits=record))
-
-
-def contradict(turn: Turn, node_id: NodeId) -> None:
-    """A member's finding is not what more than half of the weight found: on repeat it loses its say."""
-    member = turn.state.members.get(node_id)
-    if member is None:
-        return
-    record = replace(member.audits, num_contradicted=member.audits.num_contradicted + 1)
-    member = replace(member, audits=record)
-    if record.num_contradicted >= MOST_CONTRADICTED:
-        member = replace(member, work=Work())
-    turn.put_member(member)

@@ -8,28 +8,16 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from statistics import fmean, median
 
-from coordinator.swarm.deadlines import ROUNDS_NEEDED, budgets_in_words, schedule_in_words
+from coordinator.swarm.budgets import budgets_in_words, schedule_in_words
+from coordinator.swarm.deadlines import ROUNDS_NEEDED
+from coordinator.swarm.end import ends_at, finished_reason, is_at_end, is_evaluated, members_behind
 from coordinator.swarm.evaluation import awaited_writers, may_be_evaluated
+from coordinator.swarm.going_back import rounds_in_reach
 from coordinator.swarm.members import Member, MemberState
-from coordinator.swarm.reach_back import rounds_in_reach
-from coordinator.swarm.retraction import (
-    goes_on_from,
-    takes_back_at,
-    unfollowed_in_words,
-    waits_for_a_holder,
-)
+from coordinator.swarm.retraction import goes_on_from, takes_back_at, waits_for_a_holder
 from coordinator.swarm.rounds import awaited_appliers, is_undecided
 from coordinator.swarm.standing import returning
-from coordinator.swarm.start_and_end import (
-    bringing,
-    ends_at,
-    finished_reason,
-    is_at_end,
-    is_evaluated,
-    members_behind,
-    missing,
-    waits_until,
-)
+from coordinator.swarm.start import bringing, missing, waits_until
 from coordinator.swarm.state import (
     Awaited,
     Measured,
@@ -42,6 +30,7 @@ from coordinator.swarm.state import (
     present_members,
 )
 from coordinator.swarm.weighing import Kind, held_in_words, kind_of
+from coordinator.swarm.withdrawal import unfollowed_in_words
 from protocol.trust.rulings import Ruling
 from protocol.wire.messages import Trained
 from protocol.wire.rounds import NodeId, training_in

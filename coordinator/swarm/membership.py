@@ -1,11 +1,12 @@
-"""Who is in the swarm: sessions and leases. Which state members hold stands in committed.py."""
+"""Who is in the swarm: sessions and leases. Which state members hold stands in agreement.py."""
 
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
 from itertools import chain, count
 
-from coordinator.swarm.committed import judge, note_outer_state, note_wire, without
+from coordinator.swarm.agreement import judge, note_outer_state, without
+from coordinator.swarm.books import note_wire
 from coordinator.swarm.events import (
     Attached,
     Detached,

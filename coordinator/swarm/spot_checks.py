@@ -22,9 +22,10 @@ from dataclasses import replace
 
 from blake3 import blake3
 
-from coordinator.swarm.audit import MOST_CONTRADICTED, STAGE_ROUNDS, convict
+from coordinator.swarm.audit import STAGE_ROUNDS
 from coordinator.swarm.events import Tell, Turn
 from coordinator.swarm.members import Member, MemberState, SpotCheck, SpotFinding, Work
+from coordinator.swarm.penalties import MOST_CONTRADICTED, convict
 from coordinator.swarm.state import Round, Say, SwarmState, is_present, present_members
 from coordinator.swarm.weighing import (
     Kind,

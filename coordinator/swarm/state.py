@@ -224,7 +224,7 @@ class Alarm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unfollowed:
-    """The run went back, and too few members hold that state: coordinator.swarm.retraction."""
+    """The run went back, and too few members hold that state: coordinator.swarm.withdrawal."""
 
     since: float  # when one more came to hold it, or the run went back
     incarnation: int  # of the ruling
@@ -233,7 +233,7 @@ class Unfollowed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Awaited:
-    """Whom a coordinator that has just started waits for: see coordinator.swarm.start_and_end."""
+    """Whom a coordinator that has just started waits for: see coordinator.swarm.start."""
 
     node_ids: tuple[NodeId, ...]  # in order
     until: float  # then the run goes on without them
@@ -288,7 +288,7 @@ class Rules:
     has_private_data: bool = False  # whether each node trains samples of its own
     compares_samples: bool = False  # whether a loss is of samples together, and of one says nothing
     first_digest: Digest | None = None  # of the state that the run begins with, where it is given
-    watches_loss: bool = False  # whether the run goes back by itself: coordinator.swarm.evaluation
+    watches_loss: bool = False  # whether the run goes back by itself: coordinator.swarm.losses
     bounds_results: bool = True  # whether no result moves the model by much more than others did
     audited_share: float = 0.0  # of slices and contributors, drawn when they are committed
     tokens_before: int = 0  # on the token clock where the run begins, as a fork's does
@@ -346,7 +346,6 @@ class SwarmState:
     alarm: Alarm | None = None  # until it is ruled what follows from it
     convicted: tuple[Conviction, ...] = ()  # until it is ruled what follows from it
     end_waits_until: float | None = None  # at the end, while somebody here holds the final state
-    is_finished: bool = False
     finished_at: float | None = None
     incarnation: int = 0  # how often history was taken back
     unsupplied_since: float | None = None  # nobody here holds the committed state
@@ -356,7 +355,7 @@ class SwarmState:
     has_untold: bool = False  # whether nodes that are behind were not told of commits learned
     wire: WireTotals = field(default_factory=dict)  # what all rounds have cost, on all nodes
     round_wire: WireTotals = field(default_factory=dict)  # the part of it that the open round has
-    all_reduce_bytes: int = 0  # what averaging gradients would have: coordinator.swarm.committed
+    all_reduce_bytes: int = 0  # what averaging gradients would have: coordinator.swarm.books
     rulings: tuple[Ruling, ...] = ()  # all of them; what follows is what they come to
     latest_rulings: Mapping[NodeId, Ruling] = field(default_factory=dict)  # the latest on each node
     own_invites: tuple[str, ...] = ()  # by which the run owner's own machines join
@@ -376,6 +375,11 @@ class SwarmState:
         """Members may be given in any mapping."""
         if not isinstance(self.members, Members):
             object.__setattr__(self, "members", Members(self.members))
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the run has ended."""
+        return self.finished_at is not None
 
     @property
     def uncommitted_round(self) -> Round | None:

@@ -10,8 +10,8 @@ from coordinator.swarm.events import Ruled, RulingsLearned, Tell, Turn
 from coordinator.swarm.going_back import comes_to, go_back, refuse_going_back
 from coordinator.swarm.members import MemberState
 from coordinator.swarm.membership import bar, own, unbar
-from coordinator.swarm.retraction import refuse_withdrawal, withdrawn
 from coordinator.swarm.state import Rules, SwarmState, next_round
+from coordinator.swarm.withdrawal import refuse_withdrawal, withdrawn
 from protocol.errors import UsageError
 from protocol.trust.rulings import (
     ABOUT_NODES,
@@ -155,7 +155,7 @@ def _opened(state: SwarmState) -> SwarmState:
     """Nothing of an end is left where more rounds are to come; nodes that have gone home may come back."""
     if state.committed_round >= state.rules.total_rounds:
         return state
-    return replace(state, is_finished=False, finished_at=None, end_waits_until=None)
+    return replace(state, finished_at=None, end_waits_until=None)
 
 
 def _refuse(state: SwarmState, event: Ruled) -> None:

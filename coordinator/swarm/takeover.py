@@ -27,11 +27,11 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 
-from coordinator.swarm.audit import convict
 from coordinator.swarm.events import RefusalSeen, Tell, Turn
 from coordinator.swarm.members import PRESENT, Member, MemberState, Refusal
+from coordinator.swarm.penalties import convict, is_void_again, may_reduce, note_unmade, rest
 from coordinator.swarm.reach import best_reducers, cut_off_from, newcomers
-from coordinator.swarm.standing import MOST_ROUNDS_OUT, late_helper, rounds_out
+from coordinator.swarm.standing import late_helper
 from coordinator.swarm.state import (
     Round,
     SliceProgress,
@@ -40,7 +40,6 @@ from coordinator.swarm.state import (
     in_exchange,
     is_present,
     name_of,
-    next_round,
     others_in,
     present_participants,
     remembered,
@@ -55,7 +54,7 @@ from coordinator.swarm.weighing import (
 )
 from protocol.trust.evidence import of_refusals
 from protocol.wire.messages import ResultOffered, ResultsSilent, SliceTakenOver
-from protocol.wire.rounds import Commit, NodeId
+from protocol.wire.rounds import NodeId
 
 STUCK_TIMES, STUCK_LEAST_SECONDS, STUCK_AGAIN = 5.0, 30.0, 1.5
 """A round waits so many times as long as it took until most results had reached those who decide, or so much
@@ -510,61 +509,3 @@ def _backup(
     staying = (m for m in _staying(state, current) if m.node_id not in convicted)
     best = min(staying, key=preference, default=None)
     return None if best is None else best.node_id
-
-
-# Which reducers rest
-
-
-def rest_of_void(turn: Turn, closed: Round, commit: Commit) -> None:
-    """Keeps those from slices for a while whose results reached too few, while results of others did.
-
-    Its link may be slow, its bytes may not decode, or it keeps them to accomplices: members cannot tell these
-    apart, and the slice is lost each time. Where as many slices are void as not, the network is at fault.
-    """
-    void = [o for o in commit.slices if o.digest is None]
-    if 2 * len(void) >= len(commit.slices):
-        return
-    for node_id in sorted({closed.slices[o.index].slice.reducer_id for o in void}):
-        own = [p for p in closed.slices if p.slice.reducer_id == node_id]
-        is_reported = any(
-            p.digest is not None and not p.refused and commit.slices[p.slice.index].digest is None
-            for p in own
-        )
-        member = turn.state.members.get(node_id)
-        if member is None or not is_reported or not is_present(turn.state, node_id):
-            continue
-        rest(turn, node_id, closed.number)
-
-
-def rest(turn: Turn, node_id: NodeId, number: int) -> None:
-    """Keeps a member from slices for 1, 2, 4, … rounds, whose result of a round did not reach the others."""
-    member = turn.state.members.get(node_id)
-    if member is None or (member.audits.num_void and member.audits.void_round == number):
-        return
-    record = member.audits
-    num_void = record.num_void + 1 if is_void_again(member, number) else 1
-    back_at = next_round(turn.state) + rounds_out(num_void)
-    record = replace(
-        record,
-        num_void=num_void,
-        void_round=number,
-        back_at_round=max(record.back_at_round, back_at),
-    )
-    turn.put_member(replace(member, audits=record))
-
-
-def note_unmade(turn: Turn, node_id: NodeId, number: int) -> None:
-    """Remembers that others had to make a slice which this reducer had not made when they had all."""
-    if (member := turn.state.members.get(node_id)) is not None:
-        turn.put_member(replace(member, audits=replace(member.audits, unmade_round=number)))
-
-
-def is_void_again(member: Member, number: int) -> bool:
-    """Whether a result of the member reached too few in a round not long before this one."""
-    record = member.audits
-    return record.num_void > 0 and 0 < number - record.void_round <= 2 * MOST_ROUNDS_OUT
-
-
-def may_reduce(member: Member, number: int) -> bool:
-    """Whether a plan of this round may have the member reduce."""
-    return member.audits.back_at_round <= number

@@ -5,14 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from coordinator.swarm.audit import (
-    audited,
-    decide_audits,
-    left_out,
-    next_audit_end,
-    sound_convictions,
-)
-from coordinator.swarm.committed import agree_on_initial_state, history_told
+from coordinator.swarm.agreement import agree_on_initial_state, history_told
+from coordinator.swarm.audit import audited, decide_audits, next_audit_end
+from coordinator.swarm.end import end_run, ends_at
 from coordinator.swarm.evaluation import (
     ask_if_due,
     evaluated,
@@ -43,6 +38,12 @@ from coordinator.swarm.events import (
     Woke,
 )
 from coordinator.swarm.explain import explain
+from coordinator.swarm.learned import (
+    learn_base,
+    learn_commit,
+    tell_learned,
+    tell_when_all_is_learned,
+)
 from coordinator.swarm.ledger import skip, trained_already
 from coordinator.swarm.membership import (
     applied,
@@ -56,34 +57,13 @@ from coordinator.swarm.membership import (
     stream_broken,
 )
 from coordinator.swarm.opening import open_round
-from coordinator.swarm.retraction import (
-    decide_alarm,
-    supply_anew,
-    takes_back_at,
-    watch_going_back,
-    withdraws_at,
-)
-from coordinator.swarm.rounds import (
-    close_round,
-    results_held,
-    settle_round,
-    slice_reduced,
-    training_done,
-)
+from coordinator.swarm.penalties import left_out, sound_convictions
+from coordinator.swarm.reports import results_held, slice_reduced, training_done
+from coordinator.swarm.retraction import decide_alarm, supply_anew, takes_back_at
+from coordinator.swarm.rounds import close_round, settle_round
 from coordinator.swarm.spot_checks import spot_checked
 from coordinator.swarm.standing import excuse, excuses_at, tell_training_ended
-from coordinator.swarm.start_and_end import (
-    end_run,
-    end_waiting,
-    ends_at,
-    learn_base,
-    learn_commit,
-    start,
-    tell_learned,
-    tell_when_all_is_learned,
-    wait_longer,
-    waits_until,
-)
+from coordinator.swarm.start import end_waiting, start, wait_longer, waits_until
 from coordinator.swarm.state import RoundPhase, Rules, SwarmState, members_of
 from coordinator.swarm.steering import learn_rulings, rule
 from coordinator.swarm.takeover import (
@@ -93,6 +73,7 @@ from coordinator.swarm.takeover import (
     results_silent,
     take_over,
 )
+from coordinator.swarm.withdrawal import watch_going_back, withdraws_at
 from protocol.wire.findings import Audited, SpotChecked
 from protocol.wire.messages import (
     Applied,

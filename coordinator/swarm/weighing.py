@@ -9,7 +9,7 @@ coordinator that learn the same commits agree, and a round that is taken back le
 There is no cap for a single key: whoever has much work could have split it over many, and a cap by the
 number of keys would let many small ones take the say of a large one. A helper earns nothing and weighs
 nothing: that it may reduce is the run owner's word. A member can earn no more in a round
-than twice the mean of its participants (coordinator.swarm.deadlines). An invite is not free, and may be one
+than twice the mean of its participants (coordinator.swarm.budgets). An invite is not free, and may be one
 person with many keys whose work nobody has checked yet. So the largest weighs less than all others together,
 and at most twice what is usual among these. The run owner may say that an invite is of machines of his own:
 those weigh by their work alone.
@@ -46,7 +46,6 @@ from coordinator.swarm.state import (
     is_held_by,
     present_members,
     present_participants,
-    remembered,
 )
 from protocol.wire.rounds import OWN_LOOP, Commit, CorpusSummary, Digest, NodeId
 from protocol.wire.rounds import WHOLE as WHOLE_FACTOR
@@ -221,7 +220,6 @@ def weight_of(say: Say, node_ids: Iterable[NodeId]) -> int:
     return sum(weights.get(node_id, 0) for node_id in node_ids)
 
 
-@remembered
 def weights_of(say: Say, node_ids: Iterable[NodeId]) -> list[int]:
     """What each of some weighs; all of them alike where none weighs anything."""
     weights = [say.weights.get(node_id, 0) for node_id in node_ids]

@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from google.protobuf.message import Message
 
-from coordinator.config import rules_in_force
 from coordinator.database import DATABASE_NAME
 from coordinator.driver import Driver, LoopClock
+from coordinator.rules import rules_in_force
 from coordinator.services.ruling import Rulings
 from coordinator.services.session import SessionDesk
 from coordinator.store import Store

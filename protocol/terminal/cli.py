@@ -60,7 +60,7 @@ SECTIONS: Sections = {
     ),
     "Anyone": (
         Entry("status", "protocol.terminal.query:status", "Show what the run and its nodes do."),
-        Entry("nodes", "protocol.terminal.query:nodes", "List the nodes; decide who takes part."),
+        Entry("nodes", "protocol.terminal.nodes:nodes", "List the nodes; decide who takes part."),
         Entry(
             "rounds",
             "protocol.terminal.rounds:rounds",

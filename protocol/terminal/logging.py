@@ -21,7 +21,8 @@ from pathlib import Path
 import structlog
 
 from protocol.errors import AtollError, SystemRefusedError
-from protocol.files.durable import RollingFile, as_typed, user_beside_root
+from protocol.files.durable import as_typed, user_beside_root
+from protocol.files.rolling import RollingFile
 
 LOGS_FOLDER = "logs"
 """In the folder of a node or a coordinator."""

@@ -15,7 +15,7 @@ from pathlib import Path
 import click
 
 from protocol.errors import NoInputError, UsageError
-from protocol.files.durable import old_of
+from protocol.files.rolling import old_of
 from protocol.terminal.console import PathAtHome
 from protocol.terminal.logging import KEPT_KEYS, LOGS_FOLDER
 from protocol.trust.credentials import find_home

@@ -32,7 +32,7 @@ NO_DIGEST = Digest(bytes(32))
 NOBODY = NodeId("")
 """Of a ruling that is about no node."""
 
-RUN_OWNER = "the run owner"
+RUN_OWNER, COORDINATOR = "the run owner", "the coordinator"
 
 Scalar = int | float | str | bool
 

@@ -1,7 +1,7 @@
 """gRPC channels to a coordinator: mutual TLS, deadlines, keepalive, sizes, counted bytes, our own errors.
 
 Calls through these channels raise AtollErrors and nothing of gRPC's. Servers are in
-protocol.wire.server, the first contact of a machine that has no certificate yet in protocol.trust.enrolment.
+coordinator.server, the first contact of a machine that has no certificate yet in protocol.trust.enrolment.
 """
 
 import asyncio

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from coordinator.config import rules_in_force
+from coordinator.rules import rules_in_force
 from lab.simulation.coordinator import Outage
 from lab.simulation.memory_transport import MemoryNetwork
 from lab.simulation.swarm import Life, Script, SimulatedNode, SimulatedRun, simulate

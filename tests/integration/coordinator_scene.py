@@ -9,8 +9,9 @@ from types import MappingProxyType
 
 from benchmarks.coordinator.nodes import header_of
 from coordinator.app import Coordinator
-from coordinator.config import AUTHORITY_KEY_FILE, CoordinatorConfig, Home, create_home
+from coordinator.config import AUTHORITY_KEY_FILE, Home, create_home
 from coordinator.relay.line import Carriage
+from coordinator.settings import CoordinatorConfig
 from protocol.run.models import Description, TensorShape, layout_of
 from protocol.run.run_files import DESCRIPTION_FILE, description_file, run_from_json, validated
 from protocol.trust.credentials import Credentials

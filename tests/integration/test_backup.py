@@ -13,7 +13,9 @@ from typing import Any
 
 import pytest
 
-from coordinator.config import CoordinatorConfig, Home, create_home, rules_of
+from coordinator.config import Home, create_home
+from coordinator.rules import rules_of
+from coordinator.settings import CoordinatorConfig
 from coordinator.store import Store
 from protocol.terminal.query import StatusLink
 from tests.integration.small_machine import small_disk

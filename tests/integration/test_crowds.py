@@ -18,11 +18,11 @@ from coordinator import ports
 from coordinator.app import Coordinator
 from coordinator.config import Home, create_home
 from coordinator.ports import Connection, Connections, Limits, most_connections, too_many
+from coordinator.server import MOST_BEGUN, MOST_READ, WholeMessages
 from coordinator.services.enrolment import MAX_AT_ONCE
 from protocol.trust.enrolment import enrol
 from protocol.trust.identity import Identity
 from protocol.trust.pki import server_name
-from protocol.wire.server import MOST_BEGUN, MOST_READ, WholeMessages
 from tests.integration.coordinator_scene import (
     LOCAL,
     FakeNode,

@@ -366,7 +366,7 @@ async def test_unasked_pages_are_served_on_this_machine_at_the_next_port_that_is
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         first = taken.getsockname()[1]
-        monkeypatch.setattr("coordinator.config.DEFAULT_DASHBOARD", f"127.0.0.1:{first}")
+        monkeypatch.setattr("coordinator.settings.DEFAULT_DASHBOARD", f"127.0.0.1:{first}")
         home = home_with_pages(tmp_path / "home", f"127.0.0.1:{first}")
         async with serving(home) as coordinator:
             assert coordinator.dashboard_port not in (None, first)
@@ -379,7 +379,7 @@ async def test_unasked_pages_that_cannot_be_served_do_not_keep_a_coordinator_fro
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nowhere = "192.0.2.1:7702"  # an address that no machine has
-    monkeypatch.setattr("coordinator.config.DEFAULT_DASHBOARD", nowhere)
+    monkeypatch.setattr("coordinator.settings.DEFAULT_DASHBOARD", nowhere)
     home = home_with_pages(tmp_path / "home", nowhere)
     async with serving(home) as coordinator:
         assert coordinator.dashboard_port is None

@@ -12,6 +12,7 @@ import grpc
 import grpc.aio
 import pytest
 
+from coordinator.server import CONTROL_OPTIONS, ENROLMENT_OPTIONS, bind_enrolment, server_options
 from protocol.errors import (
     ProtocolMismatchError,
     SystemRefusedError,
@@ -20,7 +21,6 @@ from protocol.errors import (
 from protocol.trust import pki
 from protocol.trust.enrolment import enrol
 from protocol.trust.identity import Identity
-from protocol.wire.server import CONTROL_OPTIONS, ENROLMENT_OPTIONS, bind_enrolment, server_options
 from tests.integration.tls_coordinator import (
     Coordinator,
     get_run,
@@ -52,7 +52,7 @@ assert ctypes.CDLL(None).prctl(PR_CAPBSET_DROP, CAP_NET_BIND_SERVICE, 0, 0, 0) =
 os.execv(sys.executable, [sys.executable, "-c", sys.argv[1]])
 """
 BIND = """
-from protocol.wire.server import refusal_to_listen
+from coordinator.server import refusal_to_listen
 refused = refusal_to_listen("127.0.0.1", 443)
 print(refused.what, refused.next_step, sep="\\n")
 """

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.config import CoordinatorConfig, Home
+from coordinator.config import Home
 from coordinator.relay.doors import Limits
 from coordinator.relay.forwarding import Forwarding, is_here, moved, ways
+from coordinator.settings import CoordinatorConfig
 from coordinator.store import Store
 from node.link.renewing import RenewingCalls
 from protocol.errors import (

@@ -11,9 +11,9 @@ from blake3 import blake3
 from google.protobuf.message import Message
 from structlog.testing import capture_logs
 
-from coordinator.swarm.committed import MOST_TIMES_USUAL
+from coordinator.swarm.bounds import MOST_TIMES_USUAL
 from coordinator.swarm.members import Against, MemberState
-from coordinator.swarm.standing import MOST_AGAINST
+from coordinator.swarm.opposed import MOST_AGAINST
 from lab.simulation.swarm import Life, SimulatedRun, identity_of, simulate
 from node.disk.round_folder import Retention
 from node.exchange.giving import Push, Pushes

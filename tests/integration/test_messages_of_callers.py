@@ -13,17 +13,17 @@ import grpc.aio
 import pytest
 
 from coordinator.config import create_home
-from protocol.trust.credentials import Credentials
-from protocol.trust.pki import joining_name_in, server_name
-from protocol.v1 import session_pb2
-from protocol.wire.channel import BYTES_OF_CALLS, MAX_MESSAGE_BYTES, OTHER_BYTES
-from protocol.wire.server import (
+from coordinator.server import (
     BEGINNING,
     BYTES_A_SECOND,
     MOST_READ,
     ReadableMessages,
     WholeMessages,
 )
+from protocol.trust.credentials import Credentials
+from protocol.trust.pki import joining_name_in, server_name
+from protocol.v1 import session_pb2
+from protocol.wire.channel import BYTES_OF_CALLS, MAX_MESSAGE_BYTES, OTHER_BYTES
 from tests.integration.coordinator_scene import (
     LOCAL,
     PATIENCE_SECONDS,
@@ -184,7 +184,7 @@ async def test_a_message_that_is_long_for_its_call_is_refused_unread(
     async with serving(home):
         invite, _ = await invite_from(home)
         member = await joined(invite, "node-a")
-        monkeypatch.setattr("protocol.wire.server.read", noted)
+        monkeypatch.setattr("coordinator.server.read", noted)
         channel = channel_of(member.credentials)
         for name, most_bytes in {**BYTES_OF_CALLS, "Attach": OTHER_BYTES}.items():
             call = raw(channel, f"/atoll.v1.SessionService/{name}")

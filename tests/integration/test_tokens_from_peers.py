@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.config import rules_of
+from coordinator.rules import rules_of
 from coordinator.store import Store
 from coordinator.swarm.ledger import Ledger
 from node.island.data.dataset import SampleOrder

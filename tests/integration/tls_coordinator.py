@@ -7,6 +7,13 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from coordinator.server import (
+    CONTROL_OPTIONS,
+    ENROLMENT_OPTIONS,
+    bind_control,
+    bind_enrolment,
+    caller,
+)
 from protocol.trust import pki
 from protocol.trust.credentials import Credentials
 from protocol.trust.identity import Identity, is_signed_by, node_id_of
@@ -14,13 +21,6 @@ from protocol.trust.invite import Invite
 from protocol.v1 import enrolment_pb2, enrolment_pb2_grpc, session_pb2, session_pb2_grpc
 from protocol.wire.channel import open_blocking_channel, open_channel
 from protocol.wire.payload import WireCounts
-from protocol.wire.server import (
-    CONTROL_OPTIONS,
-    ENROLMENT_OPTIONS,
-    bind_control,
-    bind_enrolment,
-    caller,
-)
 from tests.ports import free_port
 
 GET_RUN = session_pb2.GetRunRequest()

@@ -6,9 +6,9 @@ from dataclasses import replace
 from fractions import Fraction
 from itertools import combinations
 
-from coordinator.swarm.audit import MOST_CONTRADICTED
 from coordinator.swarm.ledger import Places, free_again
 from coordinator.swarm.members import PRESENT, Member, MemberState
+from coordinator.swarm.penalties import MOST_CONTRADICTED
 from coordinator.swarm.state import RoundPhase, SwarmState
 from coordinator.swarm.weighing import say_of, unchecked
 from protocol.wire.messages import SliceTakenOver

@@ -2,11 +2,11 @@
 
 from collections.abc import Iterable, Mapping
 
-from coordinator.swarm.committed import may_bring_commits
+from coordinator.swarm.agreement import may_bring_commits
 from coordinator.swarm.events import Action, EndSession, OpenSession, Tell
 from coordinator.swarm.members import MemberState
 from coordinator.swarm.rounds import plan_of
-from coordinator.swarm.start_and_end import time_of_round
+from coordinator.swarm.start import time_of_round
 from coordinator.swarm.state import SwarmState, last_sure_round
 from coordinator.swarm.takeover import takeover_of
 from coordinator.swarm.weighing import holders_of

@@ -5,13 +5,12 @@ from dataclasses import dataclass, field, replace
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from coordinator.swarm.evaluation import COORDINATOR
 from coordinator.swarm.events import Ruled, Started, WithdrawalAsked
 from coordinator.swarm.explain import explain
+from coordinator.swarm.going_back import latest_in_reach
 from coordinator.swarm.members import MemberState
-from coordinator.swarm.reach_back import latest_in_reach
 from protocol.errors import UsageError
-from protocol.trust.rulings import RUN_OWNER, RulingKind
+from protocol.trust.rulings import COORDINATOR, RUN_OWNER, RulingKind
 from protocol.wire.rounds import NodeId
 from tests.property.effort import examples
 from tests.unit.going_back_scene import Kept

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.swarm.committed import (
+from coordinator.swarm.bounds import (
     KEPT_COMMITS,
     MOST_TIMES_OTHERS,
     MOST_TIMES_USUAL,

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from coordinator.swarm.opening import EQUAL_FROM, LEAST_OF_EQUAL, MOST_OF_EQUAL, reducer_shares
+from coordinator.swarm.shares import EQUAL_FROM, LEAST_OF_EQUAL, MOST_OF_EQUAL, reducer_shares
 from protocol.wire.rounds import BLOCK, NodeId, cut_into_slices
 from protocol.wire.vitals import LinkRates
 from tests.property.effort import examples

@@ -4,8 +4,8 @@ from typing import Protocol
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from coordinator.config import rules_of
 from coordinator.driver import Driver, LoopClock
+from coordinator.rules import rules_of
 from coordinator.services.session import SessionDesk
 from coordinator.store import Store
 from coordinator.streams import Telemetry

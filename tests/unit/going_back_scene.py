@@ -5,10 +5,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from coordinator.store import Store
-from coordinator.swarm.evaluation import COORDINATOR
 from coordinator.swarm.events import BaseLearned, CommitLearned, HistoryTold, Ruled, WithdrawalAsked
 from coordinator.swarm.state import SwarmState
-from protocol.trust.rulings import RUN_OWNER, RulingKind
+from protocol.trust.rulings import COORDINATOR, RUN_OWNER, RulingKind
 from protocol.wire.rounds import Commit, Digest, NodeId, RoundSpan
 from tests.unit.swarm_scene import INITIAL, Scene, digest_of
 

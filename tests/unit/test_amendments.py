@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator import steering
-from coordinator.config import rules_of
+from coordinator.rules import rules_of
 from node.exchange.outer_optimizer import outer_rules_of
 from node.island.parallel.auto_mesh import node_bytes
 from protocol.errors import AtollError, ConfigError, UsageError

@@ -22,8 +22,8 @@ from coordinator.backups import (
     copies_at,
     restore,
 )
-from coordinator.config import CONFIG_FILE
 from coordinator.remote_backup import Restored
+from coordinator.settings import CONFIG_FILE
 from protocol.errors import BadDataError, NoInputError, UnavailableError, UsageError
 
 NOON = datetime(2026, 11, 26, 12, tzinfo=UTC)

@@ -7,11 +7,12 @@ from statistics import median
 
 import pytest
 
-from coordinator.swarm.evaluation import COORDINATOR, Curve, drawn_evaluators
+from coordinator.swarm.evaluation import drawn_evaluators
 from coordinator.swarm.events import GoBack, Ruled, Started
+from coordinator.swarm.losses import Curve
 from coordinator.swarm.members import Work
 from coordinator.swarm.state import Alarm
-from protocol.trust.rulings import RulingKind
+from protocol.trust.rulings import COORDINATOR, RulingKind
 from protocol.wire.messages import RunFinished
 from protocol.wire.rounds import RoundSpan
 from tests.unit.going_back_scene import EVERYWHERE, Kept

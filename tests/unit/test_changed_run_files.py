@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from coordinator import app
-from coordinator.config import Home, rules_of
+from coordinator.config import Home
+from coordinator.rules import rules_of
 from coordinator.store import Store, may_have_begun, write_lost_anew
 from coordinator.swarm.transition import initial_state
 from protocol.errors import ConfigError, NoInputError

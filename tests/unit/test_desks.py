@@ -381,7 +381,7 @@ async def test_who_asks_for_a_run_that_is_over_is_told_whether_another_holds_its
     await desk.attach(NODE.node_id, attach_request())
     asked = session_pb2.GetRunRequest()
     assert not desk.get_run(NODE.node_id, asked).over
-    driver._state = replace(driver.state, is_finished=True)
+    driver._state = replace(driver.state, finished_at=driver.clock.now())
     own, others = (desk.get_run(NodeId(one), asked) for one in (NODE.node_id, "another"))
     assert own.over == others.over and own.over.startswith("all ")
     assert own.last_round == others.last_round == driver.state.committed_round

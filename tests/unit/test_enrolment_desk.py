@@ -7,9 +7,9 @@ from typing import Any, TypeVar
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from coordinator.config import rules_of
 from coordinator.driver import Driver, LoopClock
 from coordinator.invite_rows import Invite
+from coordinator.rules import rules_of
 from coordinator.services.enrolment import (
     FAILURE_SECONDS,
     MAX_AT_ONCE,

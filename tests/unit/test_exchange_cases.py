@@ -13,7 +13,7 @@ from benchmarks.exchange.case import Case, codecs_named, count_of
 from benchmarks.exchange.command import chosen_cases, parser
 from benchmarks.exchange.node import stretched
 from benchmarks.exchange.report import COLUMNS, as_markdown, cells_of, drawn, newest
-from coordinator.config import rules_of
+from coordinator.rules import rules_of
 from lab.processes.family import processor_time, ticks_of_machine, ticks_of_tree
 from node.exchange.peers import Limits, Waits
 from protocol.errors import UsageError

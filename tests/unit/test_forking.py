@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from coordinator.config import rules_of
+from coordinator.rules import rules_of
 from coordinator.swarm.ledger import lease
 from coordinator.swarm.transition import initial_state
 from node.config import SNAPSHOTS_FOLDER

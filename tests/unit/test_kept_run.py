@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.config import rules_of
+from coordinator.rules import rules_of
 from coordinator.store import Store
 from coordinator.swarm.transition import initial_state
 from protocol.errors import ConfigError

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from node.island.ranks import forkserver as rank_output
 from node.island.ranks.forkserver import RankOutput
 from protocol.errors import ExitCode, UsageError
-from protocol.files.durable import RollingFile, lines_of
+from protocol.files.rolling import RollingFile, lines_of
 from protocol.terminal import console
 from protocol.terminal.cli import root
 from protocol.terminal.logging import keeping_the_end

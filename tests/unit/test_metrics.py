@@ -136,7 +136,7 @@ def test_seconds_are_counted_in_the_phase_that_they_were_spent_in() -> None:
     scene = Scene()
     tally = RoundTally(scene.state, now=10.0)
     assert tally.counts(13.0).phase_seconds == {"waiting": 3.0}
-    tally.hear(Transition(state=replace(scene.state, is_finished=True), actions=(), at=15.0))
+    tally.hear(Transition(state=replace(scene.state, finished_at=15.0), actions=(), at=15.0))
     assert tally.counts(16.0).phase_seconds == {"waiting": 5.0, "finished": 1.0}
     assert tally.counts(16.0).commits == 0
 

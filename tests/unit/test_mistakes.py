@@ -16,8 +16,8 @@ import click
 import pytest
 from structlog.testing import capture_logs
 
-from coordinator import config
-from coordinator.config import CONFIG_FILE
+from coordinator import config, settings
+from coordinator.settings import CONFIG_FILE
 from node.config import TEMPLATE, load_settings, require_node_folder, tell_missing_settings
 from node.island.data.dataset import _read as read_text
 from node.island.data.dataset import text_files
@@ -76,8 +76,8 @@ def test_a_second_run_on_a_machine_has_ports_of_its_own(
     made = ["init", "--host", "127.0.0.1"]
     with socket.create_server(("127.0.0.1", 0)) as other_run:
         usual = other_run.getsockname()[1]
-        monkeypatch.setattr(config, "DEFAULT_CONTROL_PORT", usual - 1)
-        monkeypatch.setattr(config, "DEFAULT_ENROLMENT_PORT", usual)
+        monkeypatch.setattr(settings, "DEFAULT_CONTROL_PORT", usual - 1)
+        monkeypatch.setattr(settings, "DEFAULT_ENROLMENT_PORT", usual)
         assert console.run(cli.root, [*made, str(tmp_path / "second")]) == ExitCode.OK
         said = capsys.readouterr().out
         given = config.Home.load(tmp_path / "second").config

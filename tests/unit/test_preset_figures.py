@@ -7,7 +7,7 @@ from statistics import mean
 
 import pytest
 
-from benchmarks import race
+from benchmarks import race, races
 from benchmarks.exchange.shares import (
     exchanges,
     predictions_in_words,
@@ -16,7 +16,8 @@ from benchmarks.exchange.shares import (
 from benchmarks.learning import given_weights, intervals, other_models, overlap
 from benchmarks.measurement import asked_by, read_rows
 from benchmarks.presets import situation_of
-from benchmarks.race import RATES, known_in, report
+from benchmarks.race import known_in
+from benchmarks.races import RATES, report
 from coordinator.presets import costly, loss, reasons
 from coordinator.presets.choosing import FEW_NODES, MANY_SPARSE_EXCHANGES, OFTEN_STEPS, often_steps
 from coordinator.presets.cost import (
@@ -244,9 +245,9 @@ def test_the_summary_of_the_race_in_the_docs_is_of_its_results() -> None:
             if f", {optimizer.lower()}" in row[0]
         }
         above = [
-            f"{float(rows[name][7].split('%')[0]):+.1f} %" for name in (*race.PEERS, race.ATOLL)
+            f"{float(rows[name][7].split('%')[0]):+.1f} %" for name in (*races.PEERS, races.ATOLL)
         ]
-        times = [rows[name][8].partition(" (")[0] for name in (race.ATOLL, race.CEILING)]
+        times = [rows[name][8].partition(" (")[0] for name in (races.ATOLL, races.CEILING)]
         assert cells.replace("*", "").split(" | ") == [*above, *times]
 
 
@@ -274,12 +275,12 @@ def test_the_table_of_the_race_in_the_docs_is_of_its_results(
             if line.startswith(f"| {contender}") and optimizer in line.lower()
         ]
         assert f"| {loss_.split()[0]} |" in line, name
-        assert contender == race.CEILING or f"{float(above_.split('%')[0]):+.1f} %" in line, name
+        assert contender == races.CEILING or f"{float(above_.split('%')[0]):+.1f} %" in line, name
         assert times.partition(" ")[0] in line, name
         assert speed.partition(" (")[0] in line, name
-        fragments = {race.PLAIN: 1, race.STREAMING: race.NUM_LAYERS}.get(contender)
-        if contender == race.ATOLL and optimizer == "muon":
-            fragments = race.NUM_LAYERS
+        fragments = {races.PLAIN: 1, races.STREAMING: races.NUM_LAYERS}.get(contender)
+        if contender == races.ATOLL and optimizer == "muon":
+            fragments = races.NUM_LAYERS
         assert fragments is None or f"| {fragments * int(steps)} |" in line, name
 
 
@@ -296,17 +297,17 @@ def test_the_longer_race_in_the_docs_is_of_its_results() -> None:
         contender = name.split(", ")[0]
         line = next(each for each in said.splitlines() if each.startswith(f"| {contender}"))
         assert f"| {loss_.split()[0]} |" in line
-        if contender != race.CEILING:
+        if contender != races.CEILING:
             mean_, least, _, most = (
                 float(part.strip("(%)")) for part in above_.replace("to", "0").split()
             )
             assert f"{mean_:+.1f} %" in line and f"({least:.1f}, {most:.1f})" in line
-            assert f"| {race.NUM_LAYERS * int(steps)} |" in line
+            assert f"| {races.NUM_LAYERS * int(steps)} |" in line
     known = known_in(race.RESULTS)
     told = [
         row["loss"]
         for each, row in known.items()
-        if (each.contender == race.ATOLL and each.times > 1 and each.outer == (0.7, 0.6))
+        if (each.contender == races.ATOLL and each.times > 1 and each.outer == (0.7, 0.6))
         or each.times == 8
     ]
     told += [

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.presets import situation_of
-from benchmarks.race import RACES
+from benchmarks.races import RACES
 from coordinator.presets.choosing import OFTEN_STEPS, chosen, often_steps
 from coordinator.presets.cost import Setting, Situation, predicted
 from coordinator.presets.loss import Given, above

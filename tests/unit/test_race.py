@@ -11,6 +11,15 @@ from typing import Any
 import pytest
 
 from benchmarks.race import (
+    SHORTER,
+    compete,
+    compete_longer,
+    course_of,
+    first_try,
+    is_of_today,
+    known_in,
+)
+from benchmarks.races import (
     ATOLL,
     CEILING,
     CONTENDERS,
@@ -18,16 +27,9 @@ from benchmarks.race import (
     PLAIN,
     RACES,
     RATES,
-    SHORTER,
     STREAMING,
     Try,
     best_tries,
-    compete,
-    compete_longer,
-    course_of,
-    first_try,
-    is_of_today,
-    known_in,
     report,
     share_at,
 )

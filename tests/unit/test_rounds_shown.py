@@ -16,7 +16,7 @@ from coordinator.services.one_round import NO_TIMES, closed_round, open_round
 from coordinator.swarm.state import SwarmState
 from coordinator.swarm.transition import Transition
 from protocol.errors import NoInputError
-from protocol.files.durable import RollingFile, lines_of, old_of
+from protocol.files.rolling import RollingFile, lines_of, old_of
 from protocol.terminal import console
 from protocol.terminal.cli import root
 from protocol.terminal.query import StatusLink

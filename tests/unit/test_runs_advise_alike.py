@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.config import RUN_TEMPLATE, rules_of
+from coordinator.config import RUN_TEMPLATE
 from coordinator.presets.choosing import chosen
 from coordinator.presets.composing import BESIDE_MUON_TIMES, MUON_TIMES, NAMED_MODELS
 from coordinator.presets.cost import Situation
+from coordinator.rules import rules_of
 from node.demo.command import DEFAULT_ROUNDS, RUN_FILE
 from node.exchange.outer_optimizer import rate_scale_of
 from protocol.errors import ConfigError

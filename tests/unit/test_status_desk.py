@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from coordinator.config import rules_of
 from coordinator.driver import Driver, LoopClock
+from coordinator.rules import rules_of
 from coordinator.services.outside import TOKEN_BYTES, Lookout
 from coordinator.services.session import SessionDesk
 from coordinator.services.status import StatusDesk
@@ -166,6 +166,6 @@ async def test_how_a_node_was_doing_is_forgotten_with_the_node() -> None:
 async def test_a_finished_runs_time_stands_still() -> None:
     _, driver = new_desk()
     status = StatusDesk(driver, Telemetry(), RunSpec(), swarm_id="swarm")
-    driver._state = replace(driver.state, is_finished=True, finished_at=70.0)
+    driver._state = replace(driver.state, finished_at=70.0)
     driver.clock = LoopClock(starts_at=5000.0)
     assert status.get_status(status_pb2.GetStatusRequest()).run.elapsed_seconds == 70.0

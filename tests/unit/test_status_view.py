@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from protocol.errors import NotPermittedError, UnavailableError, UsageError
-from protocol.terminal import query
+from protocol.terminal import nodes as nodes_command
 from protocol.terminal.node_words import (
     copies_in_words,
     device_in_words,
@@ -408,7 +408,7 @@ def test_a_course_is_drawn_from_its_least_to_its_most_and_only_when_there_is_one
 
 def show(status: status_pb2.GetStatusResponse, *arguments: str) -> Result:
     with patch.object(StatusLink, "status", lambda _: status):
-        return CliRunner().invoke(query.show_node, arguments)
+        return CliRunner().invoke(nodes_command.show_node, arguments)
 
 
 def test_a_node_is_found_by_its_name_or_the_beginning_of_its_id_and_else_all_are_named(
@@ -505,7 +505,7 @@ def test_what_a_node_waits_for_stands_in_a_sentence() -> None:
         for name, words in held
     ]
     with patch.object(StatusLink, "status", lambda self: a_status(*nodes)):
-        result = CliRunner().invoke(query.nodes, [])
+        result = CliRunner().invoke(nodes_command.nodes, [])
     said = " ".join(result.output.split())
     assert "odd is quarantined by the run owner: odd" in said
     assert "waits is quarantined, and waits for 'atoll nodes approve waits'" in said

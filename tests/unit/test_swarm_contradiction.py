@@ -11,14 +11,14 @@ from coordinator.services.status import StatusDesk
 from coordinator.store import Store
 from coordinator.streams import Telemetry
 from coordinator.swarm.members import PRESENT, Against, Member, MemberState
-from coordinator.swarm.rounds import plan_of
-from coordinator.swarm.standing import (
+from coordinator.swarm.opposed import (
     FEWEST_ROUNDS_OUT,
     IN_FAVOUR,
     MOST_AGAINST,
-    MOST_ROUNDS_OUT,
     without_rounds_undone,
 )
+from coordinator.swarm.rounds import plan_of
+from coordinator.swarm.standing import MOST_ROUNDS_OUT
 from coordinator.swarm.transition import Transition
 from protocol.run.run_spec import RunSpec
 from protocol.v1 import status_pb2

@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 
 from coordinator.journal import News, news_of
-from coordinator.swarm.evaluation import plausible_losses
 from coordinator.swarm.events import GoBack, Tell
 from coordinator.swarm.explain import alike_in_words, differing_in_words
+from coordinator.swarm.losses import plausible_losses
 from coordinator.swarm.transition import Transition
 from protocol.wire.messages import EvaluationAsked, RoundOpened
 from protocol.wire.rounds import OWN_LOOP, CorpusSummary, NodeId

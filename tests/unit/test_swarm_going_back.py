@@ -5,10 +5,14 @@ from dataclasses import replace
 import pytest
 
 from coordinator.swarm.events import CommitLearned, Started
-from coordinator.swarm.going_back import HistoryMovedError, books_after
+from coordinator.swarm.going_back import (
+    HistoryMovedError,
+    books_after,
+    rounds_in_reach,
+    spans_in_words,
+)
 from coordinator.swarm.members import Against, MemberState
-from coordinator.swarm.reach_back import rounds_in_reach, spans_in_words
-from coordinator.swarm.start_and_end import bringing
+from coordinator.swarm.start import bringing
 from coordinator.swarm.steering import with_rulings
 from protocol.errors import UsageError
 from protocol.trust.rulings import in_words, ruling_from_json

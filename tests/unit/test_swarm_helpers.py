@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.swarm.committed import MOST_TIMES_USUAL, stride_of
+from coordinator.swarm.bounds import MOST_TIMES_USUAL, stride_of
 from coordinator.swarm.events import Ticked
 from coordinator.swarm.ledger import lease_again
 from coordinator.swarm.rounds import plan_of

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from coordinator.swarm.committed import book, unbook
+from coordinator.swarm.books import book, unbook
 from coordinator.swarm.events import SamplesSkipped
 from coordinator.swarm.ledger import (
     Ledger,

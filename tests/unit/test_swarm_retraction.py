@@ -3,9 +3,9 @@
 from dataclasses import replace
 
 from coordinator.swarm.explain import explain
+from coordinator.swarm.going_back import is_in_reach
 from coordinator.swarm.ledger import free_again, num_samples_of
 from coordinator.swarm.members import MemberState
-from coordinator.swarm.reach_back import is_in_reach
 from coordinator.swarm.state import RoundPhase
 from protocol.wire.messages import EvaluationAsked, RefetchAsked, RoundCommitted
 from protocol.wire.rounds import Digest, RoundSpan

@@ -6,13 +6,7 @@ import pytest
 
 from coordinator.round_rows import MOST_SCREENED, figures_of
 from coordinator.services.status import confirmed_shares
-from coordinator.swarm.committed import (
-    SCREENED_ROUNDS,
-    book,
-    recent_screening,
-    screenings_of,
-    unbook,
-)
+from coordinator.swarm.books import SCREENED_ROUNDS, book, recent_screening, screenings_of, unbook
 from coordinator.swarm.members import Screening
 from coordinator.swarm.state import SwarmState
 from protocol.terminal.node_words import screening_in_words, work_in_words

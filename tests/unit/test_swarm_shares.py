@@ -5,7 +5,7 @@ import math
 import pytest
 
 from coordinator.swarm.membership import STICKY, steadied
-from coordinator.swarm.opening import MOST_OF_EQUAL, reducer_shares, shares_in_words
+from coordinator.swarm.shares import MOST_OF_EQUAL, reducer_shares, shares_in_words
 from protocol.wire.rounds import BLOCK, LayoutSummary, NodeId, cut_into_slices
 from protocol.wire.vitals import UNMEASURED, LinkRates
 from tests.unit.shares_scene import MB, all_may, both, seconds

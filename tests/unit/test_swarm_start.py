@@ -6,7 +6,7 @@ import pytest
 
 from coordinator.swarm.events import Started, Woke
 from coordinator.swarm.members import MemberState
-from coordinator.swarm.start_and_end import RETURN_SECONDS
+from coordinator.swarm.start import RETURN_SECONDS
 from coordinator.swarm.state import trimmed
 from protocol.wire.messages import RoundCommitted, RoundOpened
 from tests.unit.swarm_scene import INITIAL, Scene, digest_of, of_kind

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from coordinator.services.session import names_with_other_data
-from coordinator.swarm.committed import book, unbook
+from coordinator.swarm.books import book, unbook
 from coordinator.swarm.members import Member, MemberState, Work
 from coordinator.swarm.weighing import (
     HALF_LIFE_ROUNDS,

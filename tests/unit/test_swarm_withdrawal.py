@@ -5,20 +5,20 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from coordinator.swarm.evaluation import COORDINATOR
 from coordinator.swarm.events import GoBack, Ruled, RulingsLearned, WithdrawalAsked
-from coordinator.swarm.members import MemberState
-from coordinator.swarm.reach_back import (
+from coordinator.swarm.going_back import (
     is_in_reach,
     latest_in_reach,
     possible_in_words,
     rounds_in_reach,
     spans_in_words,
 )
+from coordinator.swarm.members import MemberState
 from coordinator.swarm.steering import with_rulings
 from protocol.errors import UsageError
 from protocol.run.amendments import in_force
 from protocol.trust.rulings import (
+    COORDINATOR,
     NO_DIGEST,
     Ruling,
     RulingKind,
@@ -335,7 +335,7 @@ def test_a_run_that_went_back_by_itself_does_not_do_so_again_after_a_withdrawal(
     kept.bring("a", 8)
     kept.scene.do(Ruled(kind=RulingKind.RESUMED, by="the run owner", unix_seconds=0.0))
     assert not [each for each in kept.scene.log if isinstance(each, GoBack)]
-    from coordinator.swarm.evaluation import _was_here_before  # the reason why it pauses instead
+    from coordinator.swarm.losses import _was_here_before
 
     assert _was_here_before(kept.scene.state, 8)
 

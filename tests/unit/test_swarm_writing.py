@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from coordinator.swarm.evaluation import without_evaluations_since
+from coordinator.swarm.books import without_evaluations_since
 from coordinator.swarm.events import Reported, Tell
 from coordinator.swarm.explain import explain
 from coordinator.swarm.state import KEPT_WRITTEN, Written

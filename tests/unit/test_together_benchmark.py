@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 import pytest
 
 from benchmarks.learning.together import PLAIN_MEAN, SHARED, SHARES, compete, faster, report
-from benchmarks.race import CEILING, RATES, Known, Try
+from benchmarks.races import CEILING, RATES, Known, Try
 
 ALONE = Try(
     ratio=50,
