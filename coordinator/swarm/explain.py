@@ -227,21 +227,27 @@ def _round_in_flight(state: SwarmState, current: Round, now: float) -> str:
     if current.phase is RoundPhase.TRAINING:
         left = left_in_words(state, current.train_deadline, now)
         return f"training: {trained}, {left}{_asked(state, current)}"
-    waits = []
+    waits: dict[
+        str, list[int]
+    ] = {}  # slices, of which a large model has many, by what each waits for
     for progress in current.slices:
         if not is_undecided(state, current, progress):
             continue
         if progress.digest is None:
-            reducer = name_of(state, progress.slice.reducer_id)
-            waits.append(f"slice {progress.slice.index} from its reducer {reducer}")
+            what = f"from the reducer {name_of(state, progress.slice.reducer_id)}"
         else:
-            share = held_in_words(state, current, progress)
-            waits.append(f"slice {progress.slice.index} held by {share}")
+            what = f"held by {held_in_words(state, current, progress)}"
+        waits.setdefault(what, []).append(progress.slice.index)
+    num_waits = sum(map(len, waits.values()))
+    parts = (
+        f"{f'slice {found[0]}' if len(found) == 1 else f'{len(found)} slices'} {what}"
+        for what, found in waits.items()
+    )
     training = [n for n in asked if n not in current.trained and is_present(state, n)]
     busy = f" ({names_of(state, training)} still training)" if training else ""
     return (
-        f"exchanging: waiting for {len(waits)} of {_count(len(current.slices), 'slice')}{busy}: "
-        f"{', '.join(waits)}, {left_in_words(state, current.commit_deadline, now)}"
+        f"exchanging: waiting for {num_waits} of {_count(len(current.slices), 'slice')}{busy}: "
+        f"{', '.join(parts)}, {left_in_words(state, current.commit_deadline, now)}"
     )
 
 

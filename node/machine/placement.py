@@ -49,6 +49,7 @@ def mesh_for(
     """The mesh asked for, or the one that `auto` picks; raises ConfigError when it cannot work."""
     shape, local = settings.mesh_shape, settings.local_training
     kind = kind_of(devices)
+    is_copied = kind == "cpu" and settings.checkpoint_every_rounds > 0
     if kind == "cpu":
         # The node itself shares that memory, and "auto" never is a lower precision there.
         bytes_per_rank = max(0, bytes_per_rank - node_bytes(spec) // len(devices))
@@ -56,10 +57,15 @@ def mesh_for(
             local = replace(local, precision="fp32")
     if settings.mesh == "auto":
         return choose(
-            spec, num_ranks=len(devices), bytes_per_rank=bytes_per_rank, kind=kind, local=local
+            spec,
+            num_ranks=len(devices),
+            bytes_per_rank=bytes_per_rank,
+            kind=kind,
+            local=local,
+            is_copied=is_copied,
         )
     check_offload(has_offload=shape.has_offload, kind=kind)
-    check_memory(shape, spec, bytes_per_rank=bytes_per_rank, local=local)
+    check_memory(shape, spec, bytes_per_rank=bytes_per_rank, local=local, is_copied=is_copied)
     return Choice(shape=shape, reason="it is asked for")
 
 

@@ -487,7 +487,8 @@ def _most_samples(spec: RunSpec, num_bytes: int, kind: DeviceKind) -> int:
     samples = 1
     while samples <= MOST_SAMPLES:
         inner = spec.inner.model_copy(update={"batch": samples})
-        need = need_of(MeshShape(), spec.model_copy(update={"inner": inner}), local)
+        trained = spec.model_copy(update={"inner": inner})
+        need = need_of(MeshShape(), trained, local, is_copied=kind == "cpu")
         if wanted_bytes(need, kind) > num_bytes:
             break
         fitting, samples = samples, 2 * samples

@@ -95,13 +95,17 @@ def test_where_only_torch_can_tell_the_mesh_is_looked_at_all_the_same() -> None:
 
 
 def test_ranks_on_the_cpu_share_its_memory_with_the_node_itself() -> None:
-    alone = need_of(MeshShape(), LARGE).num_bytes
+    need = need_of(MeshShape(), LARGE)
     on_cpu, on_gpu = settings_of(device="cpu"), settings_of(device="cuda")
-    together = alone + node_bytes(LARGE)
+    together = need.num_bytes + need.moments + node_bytes(LARGE)
     mesh_for(on_cpu, LARGE, devices=("cpu",), bytes_per_rank=together)
-    with pytest.raises(ConfigError, match="a rank of the mesh 1 rank needs about"):
+    with pytest.raises(ConfigError, match="a rank of the mesh 1 rank needs about") as refused:
         mesh_for(on_cpu, LARGE, devices=("cpu",), bytes_per_rank=together - 1)
-    mesh_for(on_gpu, LARGE, devices=("cuda:0",), bytes_per_rank=alone)
+    assert "8.4 GiB copied for checkpoints" in refused.value.what
+    assert "checkpoint_every_rounds = 0" in (refused.value.next_step or "")
+    frugal = settings_of(device="cpu", checkpoint_every_rounds=0)
+    mesh_for(frugal, LARGE, devices=("cpu",), bytes_per_rank=together - need.moments)
+    mesh_for(on_gpu, LARGE, devices=("cuda:0",), bytes_per_rank=need.num_bytes)
 
 
 def test_a_node_is_counted_with_what_its_processes_were_seen_to_take() -> None:

@@ -374,7 +374,19 @@ def test_the_reason_tells_who_still_trains_and_which_slices_are_missing() -> Non
     scene.reduce("node-a", 0, RESULT)
     assert explain(scene.state, scene.now + 10) == (
         "exchanging: waiting for 2 of 2 slices (node-b still training): "
-        "slice 0 held by 1 of 2 nodes with 50 % of the weight, slice 1 from its reducer node-b, 70 s left"
+        "slice 0 held by 1 of 2 nodes with 50 % of the weight, slice 1 from the reducer node-b, 70 s left"
+    )
+
+
+def test_the_reason_counts_slices_that_wait_for_the_same() -> None:
+    scene = Scene(min_nodes=2, slice_elements=64)  # two slices each
+    scene.attach("node-a", "node-b")
+    scene.train("node-a")
+    scene.train("node-b")
+    scene.reduce("node-a", 0, RESULT)
+    assert scene.reason.startswith(
+        "exchanging: waiting for 4 of 4 slices: slice 0 held by 1 of 2 nodes with 50 % of the weight, "
+        "slice 1 from the reducer node-a, 2 slices from the reducer node-b, "
     )
 
 

@@ -25,7 +25,7 @@ from protocol.run.run_spec import RunSpec
 DeviceKind = Literal["cpu", "cuda", "xpu", "mps"]
 
 _VALUE_BYTES = 4
-_MOMENTS = {"adamw": 2, "muon": 1, "sgd": 1}  # Muon leaves some tensors to AdamW, which take more
+_MOMENTS = {"adamw": 2, "muon": 1, "sgd": 1}
 _PROCESS_BYTES = 100 << 20  # what a forked rank has of its own; a GPU's context was not measured
 _GPU_MARGIN, _GPU_BYTES = 1.15, 3_000_000_000  # beside a rank's tensors, of a GPU's memory
 
@@ -38,18 +38,21 @@ class Need:
     gradients: int
     moments: int
     activations: int
+    copied: int = 0  # of the moments: a checkpoint is written from a copy, and training goes on
     process: int = _PROCESS_BYTES
 
     @property
     def num_bytes(self) -> int:
         """All together."""
-        return self.parameters + self.gradients + self.moments + self.activations + self.process
+        trained = self.parameters + self.gradients + self.moments + self.activations
+        return trained + self.copied + self.process
 
     def __str__(self) -> str:
+        copied = f"{_words(self.copied)} copied for checkpoints, " if self.copied else ""
         return (
             f"{_words(self.parameters)} parameters, {_words(self.gradients)} gradients, "
             f"{_words(self.moments)} of the optimizer's moments, {_words(self.activations)} activations, "
-            f"{_words(self.process)} torch"
+            f"{copied}{_words(self.process)} torch"
         )
 
 
@@ -61,8 +64,13 @@ class Choice:
     reason: str
 
 
-def need_of(shape: MeshShape, spec: RunSpec, local: LocalTraining = PLAIN) -> Need:
-    """What the fullest rank takes, at the peak of an inner step."""
+def need_of(
+    shape: MeshShape, spec: RunSpec, local: LocalTraining = PLAIN, *, is_copied: bool = False
+) -> Need:
+    """What the fullest rank takes, at the peak of an inner step.
+
+    `is_copied`: in the same memory is what a checkpoint is written from.
+    """
     layers = math.ceil(spec.num_layers / shape.pipeline)
     per_layer, table = _sizes_of(spec)
     # A pipeline's rank has one table at most, at whichever end.
@@ -75,11 +83,17 @@ def need_of(shape: MeshShape, spec: RunSpec, local: LocalTraining = PLAIN) -> Ne
     )
     frozen = 0 if spec.description is None else spec.description.num_frozen // of_parameters
     gathered = 0 if of_parameters == 1 else 2 * per_layer // shape.tensor + table // shape.tensor
+    of_adamw = (
+        table // shape.tensor if spec.inner.optimizer == "muon" else 0
+    )  # which Muon leaves to it
+    stepped = _MOMENTS[spec.inner.optimizer] * values + of_adamw
+    moments = _VALUE_BYTES * (stepped // of_moments)
     return Need(
         parameters=_VALUE_BYTES * (values // of_parameters + frozen + gathered),
         gradients=_VALUE_BYTES * (values // (1 if local.accumulate == "whole" else of_gradients)),
-        moments=_VALUE_BYTES * _MOMENTS[spec.inner.optimizer] * (values // of_moments),
+        moments=moments,
         activations=_activation_bytes(shape, spec, layers, local),
+        copied=moments if is_copied else 0,
     )
 
 
@@ -175,15 +189,22 @@ def check_holds(spec: RunSpec, need: int, memory_bytes: int) -> None:
 
 
 def check_memory(
-    shape: MeshShape, spec: RunSpec, *, bytes_per_rank: int, local: LocalTraining = PLAIN
+    shape: MeshShape,
+    spec: RunSpec,
+    *,
+    bytes_per_rank: int,
+    local: LocalTraining = PLAIN,
+    is_copied: bool = False,
 ) -> None:
     """Raises ConfigError when a rank cannot hold its part."""
-    need = need_of(shape, spec, local)
+    need = need_of(shape, spec, local, is_copied=is_copied)
     if need.num_bytes > bytes_per_rank:
+        without = " or checkpoint_every_rounds = 0" if is_copied else ""
         raise ConfigError(
             f"a rank of the mesh {shape} needs about {_words(need.num_bytes)} ({need}) and has "
             f"{_words(bytes_per_rank)}",
-            next_step="take more ranks with shard or tp, or --mesh auto; or set micro_batch in node.toml",
+            next_step=f"take more ranks with shard or tp, or --mesh auto; or set micro_batch{without} in "
+            "node.toml",
         )
 
 
@@ -194,6 +215,7 @@ def choose(
     bytes_per_rank: int,
     kind: DeviceKind,
     local: LocalTraining = PLAIN,
+    is_copied: bool = False,
 ) -> Choice:
     """The first mesh, from the fastest kind to the one that spreads most, that fits.
 
@@ -215,7 +237,7 @@ def choose(
         except ConfigError as error:
             left_out = left_out or error
             continue
-        need = wanted_bytes(need_of(shape, spec, local), kind)
+        need = wanted_bytes(need_of(shape, spec, local, is_copied=is_copied), kind)
         if need <= bytes_per_rank:
             smaller = f"; {too_large[0][1]} needs {_words(too_large[0][0])}" if too_large else ""
             return Choice(
@@ -236,7 +258,7 @@ def choose(
     raise ConfigError(
         f"{spec.num_parameters:,} parameters do not fit {num_ranks} × "
         f"{_words(bytes_per_rank)}: with {shape}, which needs least, a rank takes about "
-        f"{_words(least)} ({need_of(shape, spec, local)}){others}",
+        f"{_words(least)} ({need_of(shape, spec, local, is_copied=is_copied)}){others}",
         next_step="add ranks, free memory, or take part with a machine that has more",
     )
 
