@@ -11,6 +11,7 @@ from pathlib import Path
 import fsspec
 import numpy as np
 import pytest
+from structlog.testing import capture_logs
 
 from node.island.data import fetching
 from node.island.data.dataset import Dataset
@@ -152,8 +153,10 @@ def test_a_damaged_piece_of_the_owners_folder_is_fetched(folder: Path, tmp_path:
     (own / "00001.tokens").write_bytes(content)
     with serving(folder) as served:
         dataset = fetched_from(served.url, spec_of(folder), tmp_path, own=str(own))
-        assert same(dataset, here(folder))
+        with capture_logs() as logs:
+            assert same(dataset, here(folder))
         assert served.of_tokens() == ["00001.tokens"], "nothing else came"
+    assert [(each["file"], each["piece"]) for each in logs] == [(str(own / "00001.tokens"), 1)]
     (tmp_path / "cache" / f"{read_manifest(folder).files['00001.tokens'].pieces[1]}.piece").unlink()
     with pytest.raises(BadDataError, match=rf"{own}/00001\.tokens is damaged: piece 1"):
         everything(fetched_from(served.url, spec_of(folder), tmp_path, own=str(own)))

@@ -100,7 +100,9 @@ def test_of_short_rounds_people_are_shown_some_figures_and_how_many_were_left_ou
         assert kept == [(0, 0), (5, 4), (10, 4), (15, 4)]
 
 
-def test_a_folder_s_log_has_all_figures_and_so_has_json(tmp_path: Path) -> None:
+def test_a_folder_s_log_has_all_figures_and_warnings_of_rounds_and_so_has_json(
+    tmp_path: Path,
+) -> None:
     program = (
         "import sys, structlog\n"
         "from pathlib import Path\n"
@@ -108,15 +110,16 @@ def test_a_folder_s_log_has_all_figures_and_so_has_json(tmp_path: Path) -> None:
         "start_logging(as_json=len(sys.argv) > 2, folder=Path(sys.argv[1]), process='node')\n"
         "for number in range(3):\n"
         "    structlog.get_logger().info('wire', round=number)\n"
+        "    structlog.get_logger().warning('contribution clipped', round=number)\n"
     )
-    for more, num_shown in (((), 1), (("json",), 3)):
+    for more, num_shown in (((), 1 + 2), (("json",), 3 + 3)):
         folder = tmp_path / str(num_shown)
         folder.mkdir()
         command = [sys.executable, "-c", program, str(folder), *more]
         ran = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60)
         assert ran.returncode == 0, ran.stderr
         assert len(ran.stderr.splitlines()) == num_shown
-        assert len((folder / "logs" / "node.log").read_text().splitlines()) == 3
+        assert len((folder / "logs" / "node.log").read_text().splitlines()) == 6
 
 
 def test_lines_go_where_standard_error_was_though_somebody_closes_it() -> None:

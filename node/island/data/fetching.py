@@ -21,12 +21,15 @@ from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+import structlog
 
 from node.installed import needs_package
 from node.island.data.manifest import FileEntry, piece_digests
 from node.island.ranks.faults import LostPieceError
 from protocol.errors import AtollError, BadDataError, UnavailableError
 from protocol.files.durable import make_folder, write_atomically
+
+log = structlog.get_logger()
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -253,6 +256,13 @@ class FetchedFiles:
                     mapped = np.memmap(path, np.uint8, mode="r")
                     if piece_digests([mapped.data]) == (digest,):
                         break
+                log.warning(
+                    "a piece of fetched tokens is damaged: it is removed, and fetched anew",
+                    of=name,
+                    piece=number,
+                    path=str(path),
+                    next_step="look at that disk with 'dmesg' if it goes on",
+                )
                 self._damaged.add(digest)
                 path.unlink()  # the disk has changed it
         with self._lock:

@@ -11,6 +11,7 @@ from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
+import structlog
 
 from node.island.data.dataset import Batch, Indices, Tokens
 from node.island.data.fetching import FetchedFiles
@@ -27,6 +28,8 @@ from node.island.data.manifest import (
 from node.island.ranks.faults import LostPieceError
 from protocol.errors import AtollError, BadDataError, ConfigError
 from protocol.wire.rounds import CorpusSummary, Digest
+
+log = structlog.get_logger()
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -73,6 +76,12 @@ class MappedFiles:
                 if piece_digests([piece.data]) != (self._files[name].pieces[number],):
                     if self._far is None:
                         raise damaged(self._folder / name, number, size)
+                    log.warning(
+                        "a piece of a folder of tokens is damaged: it is fetched instead",
+                        file=str(self._folder / name),
+                        piece=number,
+                        next_step="copy that file again; 'atoll data check DIR' reads all of them",
+                    )
                     self._damaged.add((name, number))
                 self._checked.add((name, number))
         if self._damaged.isdisjoint((name, number) for number in numbers):
