@@ -262,15 +262,18 @@ def _create(
     from coordinator.presets.composing import new_run
     from coordinator.presets.costly import costs_in_words
     from coordinator.presets.of_file import run_of_file
+    from coordinator.presets.wanted import described_as_chosen
 
     made: list[NewRun] = []
 
     def text_of(folder: Path) -> str:
         if run_file is not None:
-            made.append(run_of_file(run_file, wanted.source, folder))
+            new = run_of_file(run_file, wanted.source, folder)
         else:
-            made.append(new_run(wanted, folder))
-        return made[0].text
+            new = new_run(wanted, folder)
+        facts = described_as_chosen(new.text, folder, wanted.source, new.facts)
+        made.append(replace(new, facts=facts))
+        return new.text
 
     home = create_home(directory, config=config, text=text_of)
     (new,) = made

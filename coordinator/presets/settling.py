@@ -207,8 +207,6 @@ def settled(text: str, *, origin: str, description: Mapping[str, Any] | None = N
     given = _given(rest)
     if description is not None:
         spec = validated({**spec.model_dump(), "description": description}, origin=origin)
-        if spec.description is not None and spec.description.first_fragments:
-            given.setdefault(("exchange", "fragments"), spec.description.first_fragments)
     if not spec.is_described:
         raise ConfigError(
             f'{origin}: a preset goes by the size of the model, and one with source = "{spec.model.source}" '
@@ -409,13 +407,20 @@ def without_preset(text: str, *, origin: str) -> str:
 def settled_run_file(path: Path, *, described_in: Path | None = None) -> Settled | None:
     """The settled form of a run file; None when it asks for no preset, and is sound without.
 
-    Its model's description lies in a folder of its own, or beside it. Raises NoInputError or ConfigError.
+    Its model's description lies beside it; or in a folder of its own, where it can be made anew for what
+    is chosen: the digest of given weights is of so many fragments. Raises NoInputError or ConfigError.
     """
     tables = read_toml(path, when_missing=WHEN_MISSING)
     if wants_settling(tables):
         description = description_beside(described_in or path.parent) or {}
-        description.pop(MADE_OF, None)
+        made_of = description.pop(MADE_OF, {})
         text = path.read_text(encoding=TOML_ENCODING)
+        cut = description.get("first_fragments")
+        if described_in is None:
+            cut = cut or made_of.get("exchange", {}).get("fragments")
+        if cut and "fragments" not in tables["exchange"]:
+            why = "the digest of the first weights is of so many"
+            text = _edited(text, {("exchange", "fragments"): (cut, why)}, set(), origin=str(path))
         return settled(text, origin=str(path), description=description or None)
     validated_file(tables, origin=str(path))
     return None

@@ -8,17 +8,19 @@ import json
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from coordinator.config import RUN_FILE
 from coordinator.presets.cost import CongestionControl
 from protocol.errors import UsageError
-from protocol.files.durable import as_typed
+from protocol.files.durable import as_typed, write_atomically
 from protocol.run.models import FUNCTION_NAME
-from protocol.run.run_files import Asked
+from protocol.run.run_files import MADE_OF, Asked, description_beside, validated_file
 from protocol.run.run_spec import RunSpec
 from protocol.wire.rounds import same_fields
 
@@ -131,6 +133,23 @@ def look_at_data(folder: Path, spec: RunSpec) -> None:
         return
     if code := _asked(str(folder), "--data").returncode:
         sys.exit(code)
+
+
+def described_as_chosen(text: str, folder: Path, source: Path | None, facts: Facts) -> Facts:
+    """Describes the run once more where its run file cuts the model into other fragments than was assumed.
+
+    The digest of given weights is of the tensors in the order of fragments, which are chosen by what the
+    model is.
+    """
+    if not facts.first_digest:
+        return facts
+    made_of = (description_beside(folder) or {}).get(MADE_OF, {})
+    fragments = validated_file(tomllib.loads(text), origin=RUN_FILE).exchange.fragments
+    if fragments == made_of.get("exchange", {}).get("fragments", fragments):
+        return facts
+    write_atomically(folder / RUN_FILE, text.encode())
+    again = described(folder, source, "--force")
+    return replace(facts, first_digest=again.first_digest)
 
 
 def described(folder: Path, source: Path | None, *more: str) -> Facts:

@@ -127,6 +127,8 @@ def _made_of(spec: RunSpec) -> dict[str, dict[str, Any]]:
         found["data"] = spec.data.model_dump(mode="json", include={"function", "arguments"})
     if spec.model.source == "function" and spec.description and spec.description.num_frozen:
         found["run"] = {"seed": spec.run.seed}
+    if spec.first_digest is not None:  # it is of the tensors in the order of fragments
+        found["exchange"] = {"fragments": spec.exchange.fragments}
     return found
 
 
@@ -141,7 +143,8 @@ def _refuse_other_than_described(
         for key in dict.fromkeys((*made_of.get(table, {}), *now.get(table, {})))
     ]
     changed = [each for each in changed if each[2] != each[3]]
-    if isinstance(spec.model, DecoderModel):  # of which only the weights are given
+    has_other_order = any(table == "exchange" for table, *_ in changed)
+    if isinstance(spec.model, DecoderModel) and not has_other_order:  # only its weights are given
         try:
             described = DecoderModel.model_validate(made_of["model"])
         except (KeyError, ValidationError):

@@ -99,6 +99,7 @@ def test_a_run_file_changed_by_hand_no_longer_has_the_model_that_was_described(
     asked = ("--from", llama, "--data", llama.parent / "tokens", "--context", 32)
     made(given, *asked)
     refused(given, "num_heads = 2", "[model] num_heads is 2", "with 4")
+    refused(given, "fragments = 2", "[exchange] fragments is 2", "with 1")
     rewritten(given / "run.toml", "context = 16", "rope_theta = 5000.0")
     load_run_folder(given, "run.toml")  # the weights are those of the folder
 

@@ -5,12 +5,15 @@ import sys
 from pathlib import Path
 
 import click
+import numpy as np
 import pytest
 
 from coordinator import new_run as command
+from coordinator.presets import loss
 from coordinator.presets.wanted import Wanted
 from node.island.data.manifest import read_manifest
 from node.island.models.code import code_digest
+from node.models.reading import read_first
 from protocol.errors import CannotCreateError
 from protocol.run.run_files import load_run_file
 from tests.unit.new_run_scene import EXAMPLES, VISION, described_here, init, llama, made
@@ -410,3 +413,16 @@ def test_a_run_file_goes_on_saying_all_of_it_with_its_code_beside(tmp_path: Path
     spec = made(tmp_path / "run", "--run", EXAMPLES / "vision.toml", "--from", EXAMPLES)
     assert spec.description is not None and spec.description.sources
     assert load_run_file(tmp_path / "run" / "run.toml") == load_run_file(EXAMPLES / "vision.toml")
+
+
+@pytest.mark.usefixtures("described_here")
+@pytest.mark.parametrize("by", ["decoder", "transformers"])
+def test_nodes_can_begin_with_the_weights_whatever_fragments_were_chosen_for_a_link(
+    by: str, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loss, "_cuts", lambda situation, given: [(2, 4)])  # as for larger models
+    tokens = ("--data", llama.parent / "tokens", "--context", 32, "--by", by)
+    spec = made(tmp_path / "run", "--from", llama, *tokens, "--link", "10mbit", "--step", "1s")
+    assert spec.exchange.fragments == 2
+    given = llama if by == "decoder" else tmp_path / "run"
+    read_first(given, spec, np.empty(spec.num_parameters, np.float32))

@@ -12,7 +12,7 @@ from coordinator.presets.settling import CannotEditError, settled, wants_settlin
 from coordinator.presets.view import prediction_lines
 from coordinator.presets.wanted import Facts
 from protocol.errors import ConfigError
-from protocol.run.run_files import DESCRIPTION_FILE, load_run_file, validated
+from protocol.run.run_files import DESCRIPTION_FILE, MADE_OF, load_run_file, validated
 from protocol.terminal.console import bits_per_second_of, directions_of, rate_in_words, seconds_of
 
 ASKED = """\
@@ -56,7 +56,7 @@ OF_A_FUNCTION = ASKED.replace(
 
 def describe(folder: Path, **more: object) -> None:
     tensors = [{"name": "module.weight", "shape": [512, 2048]}]
-    (folder / DESCRIPTION_FILE).write_text(json.dumps({"tensors": tensors, **more}))
+    (folder / DESCRIPTION_FILE).write_text(json.dumps({"tensors": tensors} | more))
 
 
 def test_a_preset_goes_by_the_model_that_is_described_beside_its_run_file(tmp_path: Path) -> None:
@@ -73,6 +73,14 @@ def test_a_preset_goes_by_the_model_that_is_described_beside_its_run_file(tmp_pa
     describe(tmp_path, first_digest="ab" * 32, first_fragments=1)
     assert (made := settle_preset(tmp_path)) is not None
     assert made.plan.situation.has_weights and made.spec.exchange.fragments == 1
+
+    run_file.write_text(OF_A_FUNCTION)  # with weights that are elsewhere, and were read in three
+    made_of = {MADE_OF: {"exchange": {"fragments": 3}}}
+    layers = [{"name": f"{n}", "shape": [512, 512], "layer": n} for n in range(8)]
+    describe(tmp_path, tensors=layers, first_digest="ab" * 32, has_loaded=True, **made_of)
+    assert (made := settle_preset(tmp_path)) is not None
+    assert made.spec.exchange.fragments == 3
+    assert "is of so many\nfragments = 3" in made.text
 
 
 def test_a_model_is_described_before_the_preset_of_its_run_file_is_answered(
