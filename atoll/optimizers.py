@@ -54,7 +54,8 @@ class Optimizers:
             raise ModelMismatchError(
                 f"the optimizer does not step {listed(left_out)}",
                 next_step="make it from model.parameters() after the model was moved, wrapped or sharded, "
-                "and replace no parameter after that",
+                "and replace no parameter after that; of what is to rest for now give it all, and freeze it "
+                "after join",
             )
 
     def stepped_besides(self, model: nn.Module) -> str:
@@ -68,9 +69,9 @@ class Optimizers:
         self._seen.add(optimizer)
 
     def rates(self) -> list[float]:
-        """Their learning rates, by their groups."""
-        groups = [group for each in self._all() for group in each.param_groups]
-        return [float(group["lr"]) for group in groups if "lr" in group]
+        """Their learning rates, by their groups; without those that choose their own, as Adafactor may."""
+        found = [_rate_of(group) for each in self._all() for group in each.param_groups]
+        return [rate for rate in found if rate is not None]
 
     @property
     def are_given(self) -> bool:
@@ -97,7 +98,7 @@ class Optimizers:
             for each in self._all()
             if "muon" not in type(each).__name__.lower()
             for group in each.param_groups
-            if math.isclose(float(group.get("lr", 0.0)), rate, rel_tol=1e-6)
+            if math.isclose(_rate_of(group) or 0.0, rate, rel_tol=1e-6)
             for parameter in group["params"]
         }
         matrices = [id(tensor) for tensor in weights if tensor.ndim > 1]
@@ -189,6 +190,12 @@ class Optimizers:
                 )
             found += [parameter for group in each.param_groups for parameter in group["params"]]
         return found
+
+
+def _rate_of(group: Mapping[str, Any]) -> float | None:
+    """A group's learning rate, which may be a tensor; None where it has none."""
+    rate = group.get("lr")
+    return None if rate is None else float(rate)
 
 
 def _is_new(state: Mapping[Any, Any]) -> bool:

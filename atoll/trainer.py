@@ -260,7 +260,8 @@ class TrainerCallback(Base):
 
         def show_count(module: nn.Module, args: Any, inputs: dict[str, Any]) -> Any:
             told = inputs.get("num_items_in_batch")
-            if not isinstance(told, Tensor) or torch.compiler.is_compiling():
+            is_trained = module.training and torch.is_grad_enabled()
+            if not is_trained or not isinstance(told, Tensor) or torch.compiler.is_compiling():
                 return None
             return args, {**inputs, "num_items_in_batch": told.as_subclass(SeenCount)}
 
@@ -294,7 +295,7 @@ class TrainerCallback(Base):
             _log.warning(
                 "the loss of %s is a mean of each micro-batch, and the trainer takes it for a part of one: "
                 "the gradients, and the loss that the trainer logs, are %d times too large. Set "
-                "model.accepts_loss_kwargs = False before you make the Trainer",
+                "trainer.model_accepts_loss_kwargs = False before it trains",
                 model,
                 times,
             )

@@ -225,6 +225,15 @@ def net_tied_by_data() -> Any:
     return module, lambda module, batch: module["head"](module["table"](batch)).square().mean()
 
 
+def net_on_meta() -> Any:
+    with torch.device("meta"):
+        return Net(4, 8), mean_loss
+
+
+def net_that_reads_its_weights() -> Any:
+    return nn.utils.parametrizations.orthogonal(nn.Linear(4, 4)), mean_loss
+
+
 def net_with_unused() -> Any:
     module = nn.ModuleDict({"used": nn.Linear(4, 1), "unused": nn.Linear(4, 1)})
     return module, lambda module, batch: module["used"](batch).square().mean()

@@ -312,6 +312,21 @@ def test_what_is_no_model_or_no_data_is_told_in_a_sentence(
         spec_of(f"tests.run_functions:{model}", f"tests.run_functions:{data}")
 
 
+def test_a_module_without_values_is_refused_with_what_gives_it_some() -> None:
+    spec = undescribed("tests.run_functions:net_on_meta", "tests.run_functions:samples")
+    with pytest.raises(
+        BadDataError, match=r"on the meta device, where table\.weight has no"
+    ) as told:
+        random_module(spec)
+    assert "to_empty" in told.value.next_step
+
+
+def test_a_function_that_reads_the_values_of_parameters_is_told_that_there_are_none() -> None:
+    with pytest.raises(ConfigError, match="cannot be called on meta tensors") as told:
+        spec_of("tests.run_functions:net_that_reads_its_weights")
+    assert "read no values of parameters, as torch's orthogonal does" in told.value.next_step
+
+
 def test_a_dataset_may_make_its_own_batches() -> None:
     spec = undescribed("tests.run_functions:net", "tests.run_functions:padded")
     batch = FunctionData(spec).batch("training", np.array([0, 2]))

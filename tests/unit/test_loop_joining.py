@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from transformers import Adafactor
 
 import atoll
 from node.island.loops.door import SOCKET_FILE, refusal_of
@@ -150,6 +151,19 @@ async def test_what_the_optimizer_steps_beside_the_model_is_told(
         with caplog.at_level(logging.WARNING, logger="atoll"):
             await one.joined(steps_on_samples, model=model, optimizer=torch.optim.SGD(stepped))
         assert "the optimizer also steps a parameter [2, 3], which the model" in caplog.text
+
+
+async def test_a_loop_whose_optimizer_chooses_its_own_rate_trains(tmp_path: Path) -> None:
+    """As Adafactor of transformers, whose groups have no number as their rate."""
+    async with scene(tmp_path) as one:
+        model = Decoder(one.spec.decoder)
+        optimizer = Adafactor(model.parameters())
+        assert optimizer.param_groups[0]["lr"] is None
+        thread = await one.joined(steps_on_samples, model=model, optimizer=optimizer)
+        report = await one.train(work(steps=2))
+        await one.stops(thread)
+        assert report.inner_steps == 2
+        assert isinstance(one.ended[0], list), one.ended
 
 
 @pytest.mark.parametrize("is_trained", [False, True])

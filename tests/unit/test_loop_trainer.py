@@ -141,26 +141,31 @@ class OfMeans(LlamaForCausalLM):
         return super().forward(*args, **kwargs)
 
 
-@pytest.mark.parametrize("is_told", [False, True])
+class TakesMeans(Trainer):
+    """One that knows of such a loss."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.model_accepts_loss_kwargs = False
+
+
+@pytest.mark.parametrize(("by", "times"), [(Trainer, 2), (TakesMeans, 1)])
 async def test_a_loss_that_passes_over_the_step_s_count_is_told_as_a_mean_of_its_micro_batches(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, is_told: bool
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, by: type[Trainer], times: int
 ) -> None:
-    """The trainer would log their sum, and a warning says so, until the model tells it."""
-    if is_told:
-        monkeypatch.setattr(OfMeans, "accepts_loss_kwargs", False, raising=False)
+    """The trainer logs their sum, and a warning says what to set."""
     async with scene(tmp_path) as one:
         how: dict[str, Any] = {"max_steps": 3, "gradient_accumulation_steps": 2}
-        thread = train(one, how={}, kind=OfMeans, **how)
+        thread = train(one, how={}, kind=OfMeans, by=by, **how)
         await one.is_here()
         report = await one.train(work(steps=100))
         await one.island.publish(0)
         await ends(thread)
         (state,) = one.ended
         (mean,) = (told["train_loss"] for told in state.log_history if "train_loss" in told)
-        times = 1 if is_told else 2
         assert report.loss * times == pytest.approx(mean, rel=1e-4)
-        warnings = caplog.text.count("the loss that the trainer logs, are 2 times too large")
-        assert warnings == times - 1
+        words = "2 times too large. Set trainer.model_accepts_loss_kwargs = False"
+        assert caplog.text.count(words) == times - 1
 
 
 class OfRewards(Trainer):

@@ -232,9 +232,14 @@ def called(function: str, arguments: Mapping[str, Any]) -> Any:
     except AtollError:
         raise
     except Exception as error:
+        next_step = "correct it, or the arguments in run.toml"
+        if "meta tensor" in str(error):
+            next_step = (
+                "let it read no values of parameters, as torch's orthogonal does: Atoll first calls it for "
+                "their names and shapes alone, with parameters on the meta device"
+            )
         raise ConfigError(
-            f"the run's function {function} failed: {said(error)}",
-            next_step="correct it, or the arguments in run.toml",
+            f"the run's function {function} failed: {said(error)}", next_step=next_step
         ) from error
 
 

@@ -278,16 +278,26 @@ def _no_loss(_module: nn.Module, _batch: Tree) -> Tensor:
 def random_module(spec: RunSpec, *, moves_seeds: bool = False) -> nn.Module:
     """The module with weights as its own code draws them, from the run's seed.
 
-    With `moves_seeds` also those that the code sets itself are others, within this call.
+    With `moves_seeds` also those that the code sets itself are others, within this call. Raises BadDataError
+    for a module that has none.
     """
     set_seed = torch.manual_seed
     set_seed(spec.run.seed)
     if moves_seeds:
         torch.manual_seed = lambda seed: set_seed(int(seed) ^ 1)
     try:
-        return brought(spec).module
+        module = brought(spec).module
     finally:
         torch.manual_seed = set_seed
+    for name, tensor in chain(module.named_parameters(), module.named_buffers()):
+        if tensor.is_meta:
+            assert isinstance(spec.model, FunctionModel)
+            raise BadDataError(
+                f"the run's function {spec.model.function} returns a module on the meta device, where {name} "
+                "has no values",
+                next_step='let it call module.to_empty(device="cpu"), and then draw or load its weights',
+            )
+    return module
 
 
 def refuse_unknown_tokens(spec: RunSpec, module: nn.Module) -> None:
