@@ -16,11 +16,8 @@ CEILING, PLAIN, STREAMING, ATOLL = (
     "Streaming DiLoCo",
     "Atoll",
 )
-
 PEERS = (PLAIN, STREAMING)
-
 CONTENDERS = (CEILING, *PEERS, ATOLL)
-
 FAST = (STREAMING, ATOLL)
 """Who sends while nodes train, and alone competes with the ceiling in longer races."""
 

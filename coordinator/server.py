@@ -18,7 +18,13 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
-from protocol.errors import AtollError, BadDataError, NotPermittedError, SystemRefusedError
+from protocol.errors import (
+    SAME_VERSION,
+    AtollError,
+    BadDataError,
+    NotPermittedError,
+    SystemRefusedError,
+)
 from protocol.trust.invite import endpoint_of
 from protocol.trust.pki import Principal, principal_of
 from protocol.wire.channel import MAX_MESSAGE_BYTES, most_bytes_of
@@ -238,7 +244,7 @@ def too_long(num_bytes: int, most_bytes: int) -> BadDataError:
     """What a caller is told whose message is not read."""
     return BadDataError(
         f"the call's message has {num_bytes:,} bytes, and {most_bytes:,} is the most there may be",
-        next_step="use the same version of Atoll on both sides",
+        next_step=SAME_VERSION,
     )
 
 

@@ -15,9 +15,7 @@ from protocol.run.run_files import WHEN_MISSING
 from protocol.terminal.console import seconds_of, web_address_of
 
 DEFAULT_CONTROL_PORT = 7700
-
 DEFAULT_ENROLMENT_PORT = 7701
-
 DEFAULT_DASHBOARD = "127.0.0.1:7702"
 
 CONFIG_FILE = "coordinator.toml"
@@ -25,7 +23,6 @@ CONFIG_FILE = "coordinator.toml"
 MOST_PORT = 65535
 
 Port = Annotated[int, Field(ge=0, le=MOST_PORT)]
-
 Host = Annotated[str, Field(min_length=1, max_length=253)]
 
 

@@ -360,15 +360,11 @@ def advise(rtt: str, is_json: bool, directory: Path | None) -> None:
     from coordinator.config import RUN_FILE
     from coordinator.presets import advising
     from coordinator.presets.settling import span_of
-    from protocol.errors import ConfigError
     from protocol.run.amendments import in_force
     from protocol.run.run_files import load_run_folder
     from protocol.terminal.query import StatusLink
 
-    try:
-        round_trip = span_of(rtt, origin="--rtt", may_be_zero=True)
-    except ConfigError as error:
-        raise UsageError(error.what, next_step=error.next_step) from error
+    round_trip = span_of(rtt, origin="--rtt", may_be_zero=True, refusal=UsageError)
     home = folder_of(directory)
     rulings = [one.ruling for one in _checked_log(directory)[0]]
     with StatusLink(home) as asked:

@@ -44,6 +44,10 @@ class AtollError(Exception):
         return f"{self.what}; {self.next_step}" if self.next_step else self.what
 
 
+SAME_VERSION = "use the same version of Atoll on both sides"
+"""What to do about a message that no version of Atoll writes, or not this one."""
+
+
 class UsageError(AtollError):
     """The command line asks for something that makes no sense."""
 

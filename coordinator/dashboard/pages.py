@@ -6,7 +6,7 @@ often cannot delay heartbeats. All who watch get the same bytes, made once.
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import resources
@@ -51,11 +51,18 @@ SITE = {
 }
 
 
-@dataclass(slots=True)
+Rounds = Sequence[pb.RoundSummary]
+
+Read = Callable[[Rounds], Callable[[], bytes]]
+"""Reads from the desk, beside the latest rounds, and returns what writes that out in a thread."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Made:
     """What all who ask get until its rest is over."""
 
     body: bytes
+    rest: float
     until: float
 
 
@@ -87,13 +94,10 @@ class Pages:
             )
             for path, (name, content_type) in SITE.items()
         }
-        self._picture = b""
-        self._made_at = float("-inf")
-        self._rest = EVERY_SECONDS
-        self._stamp: tuple[int, ...] = ()  # of the curves that readers are told to have
-        self._curves: tuple[tuple[int, ...], bytes] = ((), b"")
-        self._curves_at, self._curves_rest = float("-inf"), EVERY_SECONDS
         self._made: dict[str, _Made] = {}  # by path
+        self._stamp: tuple[int, ...] = ()  # of the curves that readers are told to have
+        self._stamped_at = float("-inf")
+        self._drawn: tuple[int, ...] = ()  # of those that are made
 
     def by_path(self) -> Mapping[str, Page]:
         """All pages."""
@@ -113,36 +117,28 @@ class Pages:
 
     async def now(self) -> Answer:
         """What the page shows of this instant."""
-        return Answer(body=await self._newest_picture(), content_type=JSON)
+        return Answer(body=(await self._picture()).body, content_type=JSON)
 
     async def live(self) -> AsyncIterator[bytes]:
         """The same as often as it changes, as server-sent events."""
         yield b"retry: 2000\n\n"
         while True:
-            yield b"data: " + await self._newest_picture() + b"\n\n"
-            await asyncio.sleep(max(0.05, self._made_at + self._rest - self._now()))
+            made = await self._picture()
+            yield b"data: " + made.body + b"\n\n"
+            await asyncio.sleep(max(0.05, made.until - self._now()))
 
-    async def _newest_picture(self) -> bytes:
-        """Made at most once in a while, however many watch."""
-        async with self._writing:
-            if self._now() - self._made_at >= self._rest:
-                now, began = self._now(), thread_time()
-                status = self._status()
-                self._look_at_curves(status.run)
-                seen = {
-                    "times": shown(self._timeline.rounds, now=now),
-                    "news": self._news.latest[:NEWS_AT_ONCE],
-                    "curves": " ".join(map(str, self._stamp)),
-                }
-                spent = thread_time() - began
-                request = pb.ListRoundsRequest(limit=NUM_ROUNDS)
-                rounds = (await self._desk.list_rounds(request)).rounds
-                self._picture, written = await asyncio.to_thread(
-                    _as_json, lambda: {**view_of(status, rounds), **seen}
-                )
-                self._made_at = self._now()
-                self._rest = max(EVERY_SECONDS, LEAST_REST * (spent + written))
-            return self._picture
+    async def _picture(self) -> _Made:
+        def read(rounds: Rounds) -> Callable[[], bytes]:
+            now, status = self._now(), self._status()
+            self._look_at_curves(status.run)
+            seen = {
+                "times": shown(self._timeline.rounds, now=now),
+                "news": self._news.latest[:NEWS_AT_ONCE],
+                "curves": " ".join(map(str, self._stamp)),
+            }
+            return lambda: _as_json({**view_of(status, rounds), **seen})
+
+        return await self._at_rest("/now", read, num_rounds=NUM_ROUNDS)
 
     def _status(self) -> pb.GetStatusResponse:
         """Of all held-out losses the page and the metrics show the first and the latest."""
@@ -150,74 +146,74 @@ class Pages:
 
     def _look_at_curves(self, run: pb.RunStatus) -> None:
         """Whether readers are told to ask for them: when they would look different, and not too often."""
-        stamp = curves_stamp(run)
-        if stamp != self._stamp and self._now() - self._curves_at >= self._curves_rest:
-            self._stamp, self._curves_at = stamp, self._now()
+        stamp, made = curves_stamp(run), self._made.get("/history")
+        rest = EVERY_SECONDS if made is None else made.rest
+        if stamp != self._stamp and self._now() - self._stamped_at >= rest:
+            self._stamp, self._stamped_at = stamp, self._now()
 
     async def history(self) -> Answer:
         """Columns for the curves; made once for all who are told to ask."""
+
+        def read(rounds: Rounds) -> Callable[[], bytes]:
+            run = self._desk.run_status()
+            return lambda: _as_json(history_of(run, rounds))
+
         async with self._writing:
             if not self._stamp:
                 self._look_at_curves(self._status().run)
-            if self._curves[0] != self._stamp:
-                stamp, began = self._stamp, thread_time()
-                run = self._desk.run_status()
-                spent = thread_time() - began
-                listed = await self._desk.list_rounds(pb.ListRoundsRequest(limit=MAX_ROUNDS))
-                body, written = await asyncio.to_thread(
-                    _as_json, lambda: history_of(run, listed.rounds)
-                )
-                self._curves = (stamp, body)
-                self._curves_rest = max(EVERY_SECONDS, LEAST_REST * (spent + written))
-        return Answer(body=self._curves[1], content_type=JSON)
+            if self._drawn != self._stamp:
+                stamp = self._stamp
+                await self._make("/history", read, num_rounds=MAX_ROUNDS)
+                self._drawn = stamp
+            return Answer(body=self._made["/history"].body, content_type=JSON)
 
     async def news(self) -> Answer:
         """All that is kept of what has happened, newest first."""
-
-        async def lines() -> Callable[[], bytes]:
-            latest = self._news.latest
-            return lambda: _as_json(lambda: latest)[0]
-
-        return Answer(body=await self._at_rest("/news", lines), content_type=JSON)
+        made = await self._at_rest("/news", lambda _: partial(_as_json, self._news.latest))
+        return Answer(body=made.body, content_type=JSON)
 
     async def written(self) -> Answer:
         """All that is kept of what models wrote, newest first."""
 
-        async def texts() -> Callable[[], bytes]:
-            written = [*map(written_view, self._desk.written())]
-            return lambda: _as_json(lambda: written)[0]
+        def read(_: Rounds) -> Callable[[], bytes]:
+            return partial(_as_json, [*map(written_view, self._desk.written())])
 
-        return Answer(body=await self._at_rest("/written", texts), content_type=JSON)
+        return Answer(body=(await self._at_rest("/written", read)).body, content_type=JSON)
 
     async def metrics(self) -> Answer:
         """For Prometheus."""
 
-        async def values() -> Callable[[], bytes]:
-            status = self._status()
-            closed = (await self._desk.list_rounds(pb.ListRoundsRequest(limit=1))).rounds
-            newest = closed[0] if closed else None
-            counts = self._tally.counts(self._now())
+        def read(rounds: Rounds) -> Callable[[], bytes]:
+            status, counts = self._status(), self._tally.counts(self._now())
+            newest = rounds[0] if rounds else None
             return lambda: board_of(status, newest, counts, version=self._version).text()
 
-        return Answer(body=await self._at_rest("/metrics", values), content_type=CONTENT_TYPE)
+        made = await self._at_rest("/metrics", read, num_rounds=1)
+        return Answer(body=made.body, content_type=CONTENT_TYPE)
 
-    async def _at_rest(
-        self, path: str, read: Callable[[], Awaitable[Callable[[], bytes]]]
-    ) -> bytes:
-        """What `read` finds, written out in a thread: at most a LEAST_REST-th of a core, whoever asks.
+    async def _at_rest(self, path: str, read: Read, *, num_rounds: int = 0) -> _Made:
+        """What `read` finds, made at most once in a while: a LEAST_REST-th of a core, whoever asks.
 
         On loopback nobody needs a token, so any program of the machine may ask in a loop.
         """
         async with self._writing:
             made = self._made.get(path)
             if made is None or self._now() >= made.until:
-                began = thread_time()
-                write = await read()
-                spent = thread_time() - began
-                body, written = await asyncio.to_thread(_timed, write)
-                rest = max(EVERY_SECONDS, LEAST_REST * (spent + written))
-                made = self._made[path] = _Made(body=body, until=self._now() + rest)
-            return made.body
+                made = await self._make(path, read, num_rounds=num_rounds)
+            return made
+
+    async def _make(self, path: str, read: Read, *, num_rounds: int) -> _Made:
+        rounds: Rounds = ()
+        if num_rounds:
+            request = pb.ListRoundsRequest(limit=num_rounds)
+            rounds = (await self._desk.list_rounds(request)).rounds
+        began = thread_time()
+        write = read(rounds)
+        spent = thread_time() - began
+        body, written = await asyncio.to_thread(_timed, write)
+        rest = max(EVERY_SECONDS, LEAST_REST * (spent + written))
+        made = self._made[path] = _Made(body=body, rest=rest, until=self._now() + rest)
+        return made
 
     async def healthz(self) -> Answer:
         """For who restarts it: 200 while rounds can go on. It needs no token, so it must cost nothing."""
@@ -230,7 +226,7 @@ class Pages:
         }
         return Answer(
             body=(json.dumps(said) + "\n").encode(),
-            content_type="application/json",
+            content_type=JSON,
             status=200 if is_serving else SICK,
         )
 
@@ -239,12 +235,13 @@ async def _ready(answer: Answer) -> Answer:
     return answer
 
 
-def _as_json(make: Callable[[], object]) -> tuple[bytes, float]:
-    """On one line, as an event has to be, no NaN, which no browser reads; and seconds of a core for it."""
-    return _timed(lambda: json.dumps(make(), separators=(",", ":"), allow_nan=False).encode())
+def _as_json(value: object) -> bytes:
+    """On one line, as an event has to be, and without NaN, which no browser reads."""
+    return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
 
 
 def _timed(make: Callable[[], bytes]) -> tuple[bytes, float]:
+    """What it makes, and seconds of a core for it."""
     began = thread_time()
     made = make()
     return made, thread_time() - began

@@ -480,11 +480,11 @@ def _planned(wanted: Wanted, trained: Trained) -> tuple[Plan, str]:
             next_step="give --nodes 2 or more, or no --link",
         )
     found = None if wanted.measured is None else _measured(wanted.measured)
-    down, up = (
-        told_link(wanted.link)
-        if found is None
-        else (found.down_bits_per_second, found.up_bits_per_second)
-    )
+    if found is None:
+        assert wanted.link is not None
+        down, up = told_link(wanted.link)
+    else:
+        down, up = found.down_bits_per_second, found.up_bits_per_second
     facts = trained.facts
     operations = 6.0 * facts.num_in_all * trained.tokens_per_inner_step
     step_seconds = _step_seconds(wanted, trained, operations)
@@ -494,7 +494,9 @@ def _planned(wanted: Wanted, trained: Trained) -> tuple[Plan, str]:
         num_nodes=wanted.num_nodes or (USUAL_NODES if found is None else max(2, found.num_nodes)),
         down_bits_per_second=down,
         up_bits_per_second=up,
-        round_trip_seconds=_span(wanted.rtt, "--rtt", may_be_zero=True),
+        round_trip_seconds=span_of(
+            wanted.rtt, origin="--rtt", may_be_zero=True, refusal=UsageError
+        ),
         seconds_per_inner_step=step_seconds,
         total_steps=wanted.total_steps or TOTAL_STEPS,
         batch=trained.batch,
@@ -516,19 +518,15 @@ def _planned(wanted: Wanted, trained: Trained) -> tuple[Plan, str]:
 
 def _step_seconds(wanted: Wanted, trained: Trained, operations: float) -> float:
     if wanted.step is not None:
-        return _span(wanted.step, "--step", may_be_zero=False)
+        return span_of(wanted.step, origin="--step", may_be_zero=False, refusal=UsageError)
     if wanted.tokens_per_second is not None:
         return trained.tokens_per_inner_step / wanted.tokens_per_second
     return max(LEAST_ASSUMED_STEP_SECONDS, operations / _flops_of(trained.facts.machine))
 
 
-def told_link(text: str | None) -> tuple[float, float]:
+def told_link(text: str) -> tuple[float, float]:
     """Bits per second down and up. Raises UsageError."""
-    assert text is not None
-    try:
-        return link_of(text, origin="--link")
-    except ConfigError as error:
-        raise UsageError(error.what, next_step=error.next_step) from error
+    return link_of(text, origin="--link", refusal=UsageError)
 
 
 def _measured(folder: Path) -> "MeasuredLinks":
@@ -537,10 +535,3 @@ def _measured(folder: Path) -> "MeasuredLinks":
 
     with StatusLink(folder) as asked:
         return measured_links(asked.status().nodes, instead=", or give --link")
-
-
-def _span(text: str, option: str, *, may_be_zero: bool) -> float:
-    try:
-        return span_of(text, origin=option, may_be_zero=may_be_zero)
-    except ConfigError as error:
-        raise UsageError(error.what, next_step=error.next_step) from error

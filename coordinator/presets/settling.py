@@ -22,7 +22,7 @@ from pydantic import ValidationError
 from coordinator.presets.choosing import Plan, chosen
 from coordinator.presets.cost import CUBIC, CongestionControl, Situation
 from coordinator.presets.reasons import counted
-from protocol.errors import ConfigError
+from protocol.errors import AtollError, ConfigError
 from protocol.files.durable import TOML_ENCODING, read_toml, toml_value
 from protocol.run.models import Positive, Section
 from protocol.run.run_files import (
@@ -246,28 +246,30 @@ def _edited(
         ) from error
 
 
-def link_of(text: str, *, origin: str) -> tuple[float, float]:
-    """Bits per second down and up; raises ConfigError."""
+def link_of(
+    text: str, *, origin: str, refusal: type[AtollError] = ConfigError
+) -> tuple[float, float]:
+    """Bits per second down and up; raises the refusal."""
     directions = directions_of(text)
     if directions is None:
-        raise ConfigError(
+        raise refusal(
             f"{origin} = {text!r} is no link",
             next_step='write bits a second as "100mbit", or down and up as "100mbit/20mbit"',
         )
     if min(directions) < SLOWEST_LINK:
-        raise ConfigError(
+        raise refusal(
             f"{origin} = {text!r} is too slow to take part", next_step="write 256kbit or more"
         )
     return directions
 
 
-def span_of(text: str, *, origin: str, may_be_zero: bool) -> float:
-    """Seconds; raises ConfigError."""
+def span_of(
+    text: str, *, origin: str, may_be_zero: bool, refusal: type[AtollError] = ConfigError
+) -> float:
+    """Seconds; raises the refusal."""
     seconds = seconds_of(text)
     if seconds is None or not math.isfinite(seconds) or (not seconds and not may_be_zero):
-        raise ConfigError(
-            f"{origin} = {text!r} is no time", next_step='write it as "100ms" or "1.2s"'
-        )
+        raise refusal(f"{origin} = {text!r} is no time", next_step='write it as "100ms" or "1.2s"')
     return seconds
 
 

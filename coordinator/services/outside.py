@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import structlog
 
-from protocol.errors import BadDataError
+from protocol.errors import SAME_VERSION, BadDataError
 from protocol.wire.rounds import NodeId
 
 TOKEN_BYTES = 16
@@ -46,7 +46,7 @@ class Lookout:
         if token and len(token) != TOKEN_BYTES:
             raise BadDataError(
                 f"a token of {len(token)} bytes, where {TOKEN_BYTES} are wanted",
-                next_step="use the same version of Atoll on both sides",
+                next_step=SAME_VERSION,
             )
         if self._tokens.get(node_id, b"") != token:
             self.forget(node_id)

@@ -24,10 +24,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
 
-from blake3 import blake3
-
 from coordinator.swarm.events import Tell, Turn
 from coordinator.swarm.going_back import latest_in_reach
+from coordinator.swarm.lots import drawn, lot
 from coordinator.swarm.members import BARRED, Audit, Finding, MemberState, Verdict
 from coordinator.swarm.penalties import MOST_CONTRADICTED, contradict, convict, strike, was_silent
 from coordinator.swarm.retraction import go_back_before
@@ -67,7 +66,7 @@ def draw(turn: Turn, closed: Round, commit: Commit) -> None:
     for index in range(len(commit.slices)):
         if audit := _audit_of(turn, closed, commit, index):
             audit = replace(audit, accused=_newly_accused(turn.state, audit))
-            is_drawn = _lot(turn.state, audit, "is audited") < share
+            is_drawn = lot(turn.state, *_lot_of(audit, "is audited")) < share
             if is_drawn or (share > 0 and audit.accused):
                 _begin(turn, audit)
 
@@ -109,8 +108,9 @@ def _audit_of(turn: Turn, closed: Round, commit: Commit, index: int) -> Audit | 
 
 def _begin(turn: Turn, audit: Audit) -> None:
     if may := _may_audit(turn.state, audit):
-        first = (_drawn(turn.state, audit, may),)
-        audit = replace(audit, auditor_ids=first, until=turn.now + audit.seconds)
+        weights = weights_of(_say(turn.state, audit), may)
+        first = drawn(turn.state, may, weights, *_lot_of(audit, "auditor"))
+        audit = replace(audit, auditor_ids=(first,), until=turn.now + audit.seconds)
         turn.state = replace(turn.state, audits=(*turn.state.audits, audit))
         _ask(turn, audit, audit.auditor_ids)
 
@@ -235,14 +235,6 @@ def _newly_accused(state: SwarmState, audit: Audit) -> tuple[NodeId, ...]:
     )
 
 
-def _lot(state: SwarmState, audit: Audit, of: str) -> float:
-    """A number from 0 to 1 that nobody knows who does not know the secret."""
-    index, result = audit.slice.index, audit.reduced.digest or b""
-    place = f"{of}, {state.incarnation}, {audit.round}, {index}, {audit.attempt}"
-    digest = blake3(state.audit_secret + place.encode() + result).digest()
-    return int.from_bytes(digest[:8], "little") / 2.0**64
-
-
 def _may_audit(state: SwarmState, audit: Audit) -> list[NodeId]:
     """Present participants beside the reducer that hold the state and stay; of other invites, if any."""
     reducer, planned = audit.slice.reducer_id, next_round(state)
@@ -270,15 +262,9 @@ def _say(state: SwarmState, audit: Audit) -> Say:
     return say_of((state.members[n] for n in _here(state, audit)), audit.round, unchecked(state))
 
 
-def _drawn(state: SwarmState, audit: Audit, may: Sequence[NodeId]) -> NodeId:
-    """One of them, each as likely as its confirmed work weighs."""
-    weights = weights_of(_say(state, audit), may)
-    left = _lot(state, audit, "auditor") * sum(weights)
-    for node_id, weight in zip(may, weights, strict=True):
-        left -= weight
-        if left < 0:
-            return node_id
-    return may[-1]
+def _lot_of(audit: Audit, of: str) -> tuple[object, ...]:
+    result = audit.reduced.digest or b""
+    return of, audit.round, audit.slice.index, audit.attempt, result.hex()
 
 
 def _ask(turn: Turn, audit: Audit, node_ids: tuple[NodeId, ...]) -> None:

@@ -5,16 +5,13 @@ for it but the end of the run. What losses say of the run is for coordinator.swa
 """
 
 import math
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import accumulate
-
-from blake3 import blake3
 
 from coordinator.swarm.events import GoBack, Tell, Turn
 from coordinator.swarm.losses import alarm_of, middle_loss
+from coordinator.swarm.lots import drawn
 from coordinator.swarm.members import Member
 from coordinator.swarm.state import (
     KEPT_WRITTEN,
@@ -155,10 +152,7 @@ def drawn_evaluators(state: SwarmState, ready: Sequence[Member]) -> list[NodeId]
         ]
         may = may or weighing
         weights = weights_of(say, (member.node_id for member in may))
-        place = f"evaluator {len(chosen)}, {state.incarnation}, {state.committed_round}"
-        lot = blake3(state.audit_secret + place.encode()).digest()
-        ticket = int.from_bytes(lot[:16], "little") % sum(weights)
-        chosen.append(may[bisect_right(list(accumulate(weights)), ticket)])
+        chosen.append(drawn(state, may, weights, "evaluator", len(chosen), state.committed_round))
     return sorted(member.node_id for member in chosen)
 
 

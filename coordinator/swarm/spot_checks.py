@@ -20,10 +20,9 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from blake3 import blake3
-
 from coordinator.swarm.audit import STAGE_ROUNDS
 from coordinator.swarm.events import Tell, Turn
+from coordinator.swarm.lots import drawn, lot, number_of
 from coordinator.swarm.members import Member, MemberState, SpotCheck, SpotFinding, Work
 from coordinator.swarm.penalties import MOST_CONTRADICTED, convict
 from coordinator.swarm.state import Round, Say, SwarmState, is_present, present_members
@@ -90,7 +89,7 @@ def draw(turn: Turn, closed: Round, commit: Commit) -> None:
             continue
         if kind_of(turn.state.members[node_id]) is not Kind.RANKS:
             continue
-        if _lot(turn.state, closed.number, node_id, "is checked") >= state.rules.audited_share:
+        if lot(turn.state, "is checked", closed.number, node_id) >= state.rules.audited_share:
             continue
         if len(may := _may_check(turn.state, closed, node_id)) > 1:  # one alone convicts nobody
             checker_id = _drawn(turn.state, closed.number, node_id, may)
@@ -336,12 +335,7 @@ def _drawn(state: SwarmState, round: int, node_id: NodeId, may: Sequence[Member]
     ]
     if sum(num > 0 for num in before) >= MOST_CHECKERS:  # of more each would show too little
         weights = [weight if num else 0.0 for weight, num in zip(weights, before, strict=True)]
-    left = _lot(state, round, node_id, "checker") * sum(weights)
-    for member, weight in zip(may, weights, strict=True):
-        left -= weight
-        if left < 0:
-            return member.node_id
-    return may[-1].node_id
+    return drawn(state, may, weights, "checker", round, node_id).node_id
 
 
 def _ask(
@@ -353,7 +347,7 @@ def _ask(
         checker_id=checker_id,
         num_samples=samples,
         part=part,
-        seed=_drawn_number(turn.state, closed.number, node_id, "samples"),
+        seed=number_of(turn.state, "samples", closed.number, node_id),
         seconds=max(LEAST_SECONDS, STAGE_ROUNDS * (turn.now - closed.opened_at)),
     )
     turn.state = replace(turn.state, spot_checks=(*turn.state.spot_checks, check))
@@ -367,14 +361,3 @@ def _order_of(check: SpotCheck) -> SpotCheckAsked:
         seed=check.seed,
         seconds=check.seconds,
     )
-
-
-def _lot(state: SwarmState, round: int, node_id: NodeId, of: str) -> float:
-    """A number from 0 to 1 that nobody knows who does not know the secret."""
-    return _drawn_number(state, round, node_id, of) / 2.0**63
-
-
-def _drawn_number(state: SwarmState, round: int, node_id: NodeId, of: str) -> int:
-    place = f"spot check, {of}, {state.incarnation}, {round}, {node_id}"
-    digest = blake3(state.audit_secret + place.encode()).digest()
-    return int.from_bytes(digest[:8], "little") >> 1

@@ -1,11 +1,8 @@
-"""A file of lines that does not grow without end: beside it lies the one before."""
+"""A file of lines that stays small: when it is full it becomes the old one, and a new one begins."""
 
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-
-# A file of lines that stays small: when it is full it becomes the old one, and a new one begins.
-
 
 OLD = ".old"
 """What the name of the file before ends with."""

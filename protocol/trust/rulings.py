@@ -18,7 +18,13 @@ import blake3
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from pydantic import TypeAdapter, ValidationError
 
-from protocol.errors import BadDataError, ExpelledError, HeldBackError, ProtocolMismatchError
+from protocol.errors import (
+    SAME_VERSION,
+    BadDataError,
+    ExpelledError,
+    HeldBackError,
+    ProtocolMismatchError,
+)
 from protocol.trust.signing import Bundle, Trust, commit_statement
 from protocol.v1 import ruling_pb2
 from protocol.wire.rounds import Commit, Digest, NodeId, same_fields
@@ -162,10 +168,10 @@ def ruling_from_json(text: str) -> Ruling:
         is_whole = isinstance(fields, dict) and _canonical(fields) == text
         ruling = _RULING.validate_python(_known_of(fields, text) if is_whole else fields)
     except (ValueError, TypeError, ValidationError) as error:
-        raise BadDataError("a ruling cannot be read", next_step=_SAME_VERSION) from error
+        raise BadDataError("a ruling cannot be read", next_step=SAME_VERSION) from error
     if ruling.canonical_json() != text:
         raise BadDataError(
-            "a ruling has other fields than this version knows", next_step=_SAME_VERSION
+            "a ruling has other fields than this version knows", next_step=SAME_VERSION
         )
     return ruling
 
@@ -185,9 +191,6 @@ def _known_of(fields: Mapping[str, Any], text: str) -> Mapping[str, Any]:
         )
     known = {key: fields[key] for key in fields.keys() & _FIELDS} | {"text": text}
     return known | {KIND: str(RulingKind.PASSED_OVER)} if is_new else known
-
-
-_SAME_VERSION = "use the same version of Atoll on both sides"
 
 
 def digest_of(rulings: Sequence[Ruling]) -> Digest:

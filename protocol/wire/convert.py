@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hint
 
 from google.protobuf.message import Message as WireMessage
 
-from protocol.errors import ProtocolMismatchError
+from protocol.errors import SAME_VERSION, ProtocolMismatchError
 from protocol.trust.identity import PUBLIC_KEY_BYTES
 from protocol.v1 import round_pb2, session_pb2
 from protocol.wire.payload import WireTotals
@@ -156,9 +156,8 @@ def wire_counts_to_wire(totals: WireTotals) -> list[session_pb2.WireCount]:
 def wire_counts_from_wire(wire: Sequence[session_pb2.WireCount]) -> WireTotals:
     """Bytes sent and received by kind."""
     if len(wire) > MOST_WIRE_KINDS:
-        raise ProtocolMismatchError(
-            f"there are {len(wire)} kinds of bytes; {MOST_WIRE_KINDS} is the most there may be",
-            next_step="use the same version of Atoll on both sides",
+        raise _unlike(
+            f"there are {len(wire)} kinds of bytes; {MOST_WIRE_KINDS} is the most there may be"
         )
     return {count.kind: (count.sent_bytes, count.received_bytes) for count in wire}
 
@@ -183,30 +182,27 @@ def _as_it_is(value: Any) -> Any:
 
 def _check_votes(plan: Plan) -> None:
     if plan.assignments and len(plan.votes) not in (0, len(plan.assignments)):
-        raise ProtocolMismatchError(
-            f"a plan of {len(plan.assignments)} participants has {len(plan.votes)} votes",
-            next_step="use the same version of Atoll on both sides",
-        )
+        raise _unlike(f"a plan of {len(plan.assignments)} participants has {len(plan.votes)} votes")
 
 
 def _check_key(address: PeerAddress) -> None:
     if len(address.public_key) != PUBLIC_KEY_BYTES:
-        raise ProtocolMismatchError(
-            f"a public key has {len(address.public_key)} bytes instead of {PUBLIC_KEY_BYTES}",
-            next_step="use the same version of Atoll on both sides",
+        raise _unlike(
+            f"a public key has {len(address.public_key)} bytes instead of {PUBLIC_KEY_BYTES}"
         )
 
 
 _CHECKS: Mapping[type, Callable[[Any], None]] = {Plan: _check_votes, PeerAddress: _check_key}
 
 
+def _unlike(what: str) -> ProtocolMismatchError:
+    return ProtocolMismatchError(what, next_step=SAME_VERSION)
+
+
 def digest_from_wire(wire: bytes, *, of: str) -> Digest:
     """A digest that must be there."""
     if len(wire) != DIGEST_BYTES:
-        raise ProtocolMismatchError(
-            f"the digest of {of} has {len(wire)} bytes instead of {DIGEST_BYTES}",
-            next_step="use the same version of Atoll on both sides",
-        )
+        raise _unlike(f"the digest of {of} has {len(wire)} bytes instead of {DIGEST_BYTES}")
     return Digest(wire)
 
 
@@ -260,10 +256,7 @@ def contributors_from_wire(
 
 def _check_cut(cut: int, *, of: str) -> None:
     if cut > WHOLE:
-        raise ProtocolMismatchError(
-            f"of {of} {cut} of {WHOLE} parts are cut off",
-            next_step="use the same version of Atoll on both sides",
-        )
+        raise _unlike(f"of {of} {cut} of {WHOLE} parts are cut off")
 
 
 def commit_to_wire(commit: Commit) -> round_pb2.Commit:
@@ -346,10 +339,7 @@ def _contributions_from_wire(wire: round_pb2.SliceOutcome) -> tuple[Contribution
 
 
 def _unnamed_contributions(what: str) -> ProtocolMismatchError:
-    return ProtocolMismatchError(
-        f"{what} is not named by {CONTRIBUTION_DIGEST_BYTES} bytes of its digest",
-        next_step="use the same version of Atoll on both sides",
-    )
+    return _unlike(f"{what} is not named by {CONTRIBUTION_DIGEST_BYTES} bytes of its digest")
 
 
 def _contributor_set_to_wire(
@@ -368,10 +358,9 @@ def _contributors_from_wire(
     if any(place >= len(node_ids) for place in wire.nodes):
         raise _names_nobody("a set of contributors")
     if not len(wire.nodes) == len(wire.tokens) == len(wire.samples):
-        raise ProtocolMismatchError(
+        raise _unlike(
             f"a set of contributors of a commit has {len(wire.nodes)} nodes, {len(wire.tokens)} "
-            f"counts of tokens and {len(wire.samples)} of samples",
-            next_step="use the same version of Atoll on both sides",
+            f"counts of tokens and {len(wire.samples)} of samples"
         )
     return tuple(
         Contributor(node_id=node_ids[place], samples=samples, tokens=tokens)
@@ -380,10 +369,7 @@ def _contributors_from_wire(
 
 
 def _names_nobody(who: str) -> ProtocolMismatchError:
-    return ProtocolMismatchError(
-        f"{who} of a commit speaks of nodes that the commit does not name",
-        next_step="use the same version of Atoll on both sides",
-    )
+    return _unlike(f"{who} of a commit speaks of nodes that the commit does not name")
 
 
 def _slice_outcome_from_wire(
@@ -399,10 +385,9 @@ def _slice_outcome_from_wire(
     if len(wire.contributions) not in (0, CONTRIBUTION_DIGEST_BYTES * len(contributors)):
         raise _unnamed_contributions(f"one of the contributions to slice {wire.index}")
     if wire.factors and len(wire.factors) != len(contributors):
-        raise ProtocolMismatchError(
+        raise _unlike(
             f"slice {wire.index} of a commit has {len(wire.factors)} factors of "
-            f"{len(contributors)} contributors",
-            next_step="use the same version of Atoll on both sides",
+            f"{len(contributors)} contributors"
         )
     for factor in wire.factors:
         _check_cut(factor, of=f"a contribution to slice {wire.index}")

@@ -13,6 +13,7 @@ import grpc.aio
 from protocol import errors
 from protocol.errors import (
     NOT_STARTED,
+    SAME_VERSION,
     AtollError,
     NotPermittedError,
     ProtocolMismatchError,
@@ -107,7 +108,7 @@ def translated(error: grpc.RpcError, *, endpoint: str) -> AtollError:
         case grpc.StatusCode.UNIMPLEMENTED:
             return ProtocolMismatchError(
                 f"the coordinator at {endpoint} does not know this call ({details})",
-                next_step="use the same version of Atoll on both sides",
+                next_step=SAME_VERSION,
             )
         case grpc.StatusCode.PERMISSION_DENIED | grpc.StatusCode.UNAUTHENTICATED:
             return NotPermittedError(
