@@ -425,9 +425,10 @@ def _island_and_tokens(
     settings, spec = start.settings, start.spec
     if start.is_helper:
         return RanklessIsland(), None
-    held = _tokens_of(spec, start.data)
+    data = replace(start.data, leave_bytes=records.missing_bytes)
+    held = _tokens_of(spec, data)
     is_supplied = held is not None and _takes_tokens_of_peers(settings, spec)
-    data = replace(start.data, has_supply=is_supplied)
+    data = replace(data, has_supply=is_supplied)
     island = _island_of(start, shared, ranks, records.checkpoints, data)
     if held is None:
         return island, None

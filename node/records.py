@@ -82,6 +82,11 @@ class Records:
             needs=needs,
         )
 
+    @property
+    def missing_bytes(self) -> int:
+        """What will be written beside what is there, at most."""
+        return sum(max(0, need.num_bytes - need.held_bytes) for need in self.needs)
+
     def require_room(self) -> None:
         """Raises SystemRefusedError unless the disk, and its owner, have room for all of it."""
         snapshots, keep = self.needs[0].num_bytes, self.retention.keep

@@ -7,6 +7,7 @@ import shutil
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import fsspec
 import numpy as np
@@ -183,6 +184,26 @@ def test_a_cache_keeps_what_was_used_last(tmp_path: Path) -> None:
     assert [digest for digest in "abc" if cache.path_of(digest).exists()] == ["a", "c"]
     cache.put("d", bytes(100))  # larger than the limit: it is needed now
     assert [digest for digest in "abcd" if cache.path_of(digest).exists()] == ["d"]
+
+
+def test_on_a_disk_that_is_nearly_full_the_cache_leaves_room_for_the_node_s_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk_bytes = 100
+
+    def disk_usage(folder: Path) -> SimpleNamespace:
+        return SimpleNamespace(free=disk_bytes - sum(p.stat().st_size for p in folder.iterdir()))
+
+    monkeypatch.setattr(shutil, "disk_usage", disk_usage)
+    cache = PieceCache(tmp_path, limit_bytes=1000, leave_bytes=60)
+    with capture_logs() as logs:
+        for number, digest in enumerate("abcdef"):
+            cache.put(digest, bytes(10), spare={"a"})
+            os.utime(cache.path_of(digest), (number, number))
+    assert cache.digests() == {"a", "d", "e", "f"}, "what is read now stays, and the newest"
+    assert cache.room_bytes() == 40
+    [told] = logs
+    assert told["left_bytes"] == 60 and "data_cache" in told["next_step"]
 
 
 def test_a_piece_that_was_changed_on_its_way_is_refused_by_name(

@@ -1,8 +1,10 @@
 """An island trains what is here of the run's tokens, and says what it waits for of the rest."""
 
 import asyncio
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -441,6 +443,28 @@ async def test_the_cache_keeps_its_limit_and_every_step_finds_its_pieces(
     assert scene.ranks.trained == scene.expected(60)
     kept = (scene.member.held.cache.path_of(digest) for digest in scene.member.held.cache.digests())
     assert sum(path.stat().st_size for path in kept) <= limit
+    await scene.stop()
+
+
+@in_virtual_time
+async def test_on_a_full_disk_pieces_come_about_as_often_as_with_a_cache_of_that_size(
+    folder: Path, spec: RunSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What comes does not drive out what was fetched before it for the same steps."""
+    room = 12 * PIECE
+    _, has, limited = await beside_one_that_has(folder, spec, tmp_path / "1", cache_bytes=room)
+    await limited.train(60)
+    await limited.stop()
+    usual = len(has.asked)
+    _, has, scene = await beside_one_that_has(folder, spec, tmp_path / "2")
+
+    def disk_usage(folder: Path) -> SimpleNamespace:
+        return SimpleNamespace(free=room - sum(p.stat().st_size for p in folder.glob("*.piece")))
+
+    monkeypatch.setattr(shutil, "disk_usage", disk_usage)
+    assert (await scene.train(60)).inner_steps == 60
+    assert scene.ranks.trained == scene.expected(60)
+    assert len(has.asked) < 1.2 * usual
     await scene.stop()
 
 

@@ -9,6 +9,7 @@ import contextlib
 import fcntl
 import os
 import re
+import shutil
 import threading
 import time
 import urllib.error
@@ -131,34 +132,60 @@ def fetched(origin: Origin, file: str, start: int, stop: int) -> bytes:
 
 
 class PieceCache:
-    """Pieces of files in a folder, which is made when it is needed, by their digests, within a limit."""
+    """Pieces of files in a folder, which is made when it is needed, by their digests, within a limit.
 
-    def __init__(self, folder: Path, *, limit_bytes: int) -> None:
+    On a disk that has less room it stays smaller: `leave_bytes` are for what cannot be had again.
+    """
+
+    def __init__(self, folder: Path, *, limit_bytes: int, leave_bytes: int = 0) -> None:
         self.folder = folder
         self._limit_bytes = limit_bytes
+        self._leave_bytes = leave_bytes
+        self._has_told = False  # that the disk is too small for the limit
 
     def path_of(self, digest: str) -> Path:
         """Where a piece is, if it is there."""
         return self.folder / f"{digest}.piece"
 
     def put(self, digest: str, piece: bytes, *, spare: Container[str] = ()) -> None:
-        """Keeps a piece, and removes those that were not used for longest: neither it nor the spared."""
+        """Keeps a piece, and before removes those that were not used for longest, but for the spared."""
         make_folder(self.folder)
+        kept = [one for one in self._kept() if one[2].stem != digest]
+        over = len(piece) + sum(size for _, size, _ in kept) - self._limit_bytes
+        short = len(piece) + self._leave_bytes - shutil.disk_usage(self.folder).free
+        if short > max(over, 0) and not self._has_told:
+            self._has_told = True
+            log.warning(
+                "the disk has no room for all of data_cache: fetched tokens take less, and come again",
+                folder=str(self.folder),
+                left_bytes=self._leave_bytes,
+                next_step="make room on it, or let data_cache in node.toml be smaller",
+            )
+        to_free = max(over, short)
+        for _, size, path in sorted(kept):
+            if to_free <= 0:
+                break
+            if path.stem not in spare:
+                path.unlink(missing_ok=True)
+                to_free -= size
         write_atomically(self.path_of(digest), piece)
+
+    def room_bytes(self) -> int:
+        """What all pieces together may take now."""
+        with contextlib.suppress(FileNotFoundError):
+            free = shutil.disk_usage(self.folder).free - self._leave_bytes
+            return min(self._limit_bytes, max(0, free + sum(size for _, size, _ in self._kept())))
+        return self._limit_bytes  # there is no folder yet
+
+    def _kept(self) -> list[tuple[int, int, Path]]:
+        """When each piece was used last, its size, and where it is."""
         kept = []
         for entry in os.scandir(self.folder):
             with contextlib.suppress(FileNotFoundError):
                 if entry.name.endswith(".piece"):
                     status = entry.stat()
                     kept.append((status.st_mtime_ns, status.st_size, Path(entry.path)))
-        total = sum(size for _, size, _ in kept)
-        for _, size, path in sorted(kept):
-            if total <= self._limit_bytes:
-                break
-            if path.stem == digest or path.stem in spare:
-                continue
-            path.unlink(missing_ok=True)
-            total -= size
+        return kept
 
     def digests(self) -> set[str]:
         """Those of all pieces that are there."""

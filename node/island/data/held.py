@@ -79,7 +79,9 @@ class TokensHere:
         if places.cache is None:
             raise ValueError("what peers give needs a folder")
         self.digest = Digest(bytes.fromhex(spec.data.digest))
-        self.cache = PieceCache(places.cache, limit_bytes=places.cache_bytes)
+        self.cache = PieceCache(
+            places.cache, limit_bytes=places.cache_bytes, leave_bytes=places.leave_bytes
+        )
         self.cache_bytes = places.cache_bytes
         self._spec = spec
         self._folders = token_folders(spec, places)

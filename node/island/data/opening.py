@@ -178,7 +178,9 @@ def _open_tokens(spec: RunSpec, places: DataPlaces) -> TokenShards:
     _check_fits(manifest, spec)
     far = None
     if places.cache is not None and (origins or places.has_supply):
-        cache = PieceCache(places.cache, limit_bytes=places.cache_bytes)
+        cache = PieceCache(
+            places.cache, limit_bytes=places.cache_bytes, leave_bytes=places.leave_bytes
+        )
         far = FetchedFiles(origins, manifest.files, manifest.piece_bytes, cache)
     here = _files_here(folders, manifest, far)
     missing = [name for name in manifest.files if name not in here]

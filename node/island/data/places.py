@@ -25,6 +25,7 @@ class DataPlaces:
     base: Path | None = None  # the model that the run's adapters belong to
     cache: Path | None = None  # for what is fetched; None: nothing can be
     cache_bytes: int = DEFAULT_CACHE_BYTES
+    leave_bytes: int = 0  # that stay free on its disk, for the node's records
     has_supply: bool = False  # the daemon has what is not here come from peers before it is read
 
 

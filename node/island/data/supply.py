@@ -176,7 +176,8 @@ class TokenSupply:
                 next_step="let data_cache in node.toml be larger, or lower [inner] batch",
             )
         here = await self._heavy(self._held.cache.digests)
-        num_ready, ready, wanted = ready_steps(needs, here, limit_bytes=self._held.cache_bytes)
+        room = max(first, await self._heavy(self._held.cache.room_bytes))
+        num_ready, ready, wanted = ready_steps(needs, here, limit_bytes=room)
         self._spared = {piece.digest for piece in ready}
         self._spared |= {p.digest for p in wanted if p in needs[num_ready]} if wanted else set()
         await self._heavy(partial(self._touch, (*wanted, *ready)))
