@@ -27,7 +27,12 @@ from node.island.parallel.auto_mesh import node_bytes
 from node.link.calls import run_in_force
 from node.machine.hardware import Hardware, likely_devices, look_around
 from node.machine.limits import Limits
-from node.machine.placement import num_ranks_of, refuse_small_helper, what_a_start_checks
+from node.machine.placement import (
+    num_ranks_of,
+    refuse_small_helper,
+    training_bytes,
+    what_a_start_checks,
+)
 from node.records import BESIDE_BYTES, Records
 from protocol.errors import AtollError
 from protocol.run.run_spec import RunSpec
@@ -152,7 +157,7 @@ def first_look(folder: Path, command: Sequence[str], *, is_helper: bool) -> Iter
         yield from other_software(software_of(spec), status)
     if not is_helper:
         yield f"it reads: {reads_in_words(spec.data, own=settings.data)}"
-    yield from _takes(folder, settings, spec, hardware, is_helper=is_helper)
+    yield from _takes(folder, settings, spec, hardware, devices, is_helper=is_helper)
     if not is_helper:
         kind = devices[0].partition(":")[0] if devices else "cpu"
         ours = expected_a_day(status, kind=kind, limits=settings.limits)
@@ -219,7 +224,13 @@ def other_software(ours: str, status: status_pb2.GetStatusResponse) -> Iterator[
 
 
 def _takes(
-    folder: Path, settings: NodeSettings, spec: RunSpec, hardware: Hardware, *, is_helper: bool
+    folder: Path,
+    settings: NodeSettings,
+    spec: RunSpec,
+    hardware: Hardware,
+    devices: Sequence[str],
+    *,
+    is_helper: bool,
 ) -> Iterator[str]:
     """What the run takes of the machine; and what 'atoll node start' would refuse."""
     num_ranks = 0 if is_helper else settings.ranks_here
@@ -236,7 +247,10 @@ def _takes(
         yield f"it takes: up to {disk}"
     else:
         memory = console.bytes_in_words(node_bytes(spec))
-        yield f"it takes: {memory} of memory beside what training takes, and up to {disk}"
+        training = "what training takes"
+        if (of_rank := training_bytes(settings, spec, devices)) is not None:
+            training = f"about {console.bytes_in_words(of_rank)} for each rank on {devices[0]}"
+        yield f"it takes: {memory} of memory beside {training}, and up to {disk}"
     checks: list[Callable[[], None]] = [records.require_room]
     if is_helper:
         checks.append(lambda: refuse_small_helper(spec, hardware))

@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from stat import S_ISREG
 
 from protocol.errors import SystemRefusedError
 from protocol.files.durable import (
@@ -249,10 +250,12 @@ def _remove(path: Path) -> None:
 
 
 def _size_of(path: Path) -> int:
+    """What it takes of the disk: of a first snapshot most is zeros that are not written."""
     with suppress(FileNotFoundError):  # another thread prunes
-        if path.is_dir():
-            return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-        return path.stat().st_size
+        files = [file.stat() for file in ((path,) if path.is_file() else path.rglob("*"))]
+        return sum(
+            min(file.st_size, 512 * file.st_blocks) for file in files if S_ISREG(file.st_mode)
+        )
     return 0
 
 

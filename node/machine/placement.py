@@ -4,7 +4,7 @@ Pure, but for a look at the run's own code. Asked twice: with what the system sa
 (node.machine.hardware), and with what torch says once it is there (node.assembly), which may be less.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from node.island.parallel.auto_mesh import (
     check_memory,
     check_node_memory,
     choose,
+    need_of,
     node_bytes,
 )
 from node.island.parallel.mesh_shape import (
@@ -47,14 +48,11 @@ def mesh_for(
     settings: NodeSettings, spec: RunSpec, *, devices: tuple[str, ...], bytes_per_rank: int
 ) -> Choice:
     """The mesh asked for, or the one that `auto` picks; raises ConfigError when it cannot work."""
-    shape, local = settings.mesh_shape, settings.local_training
-    kind = kind_of(devices)
-    is_copied = kind == "cpu" and settings.checkpoint_every_rounds > 0
+    shape, kind = settings.mesh_shape, kind_of(devices)
+    local, is_copied = _trained_on(kind, settings)
     if kind == "cpu":
-        # The node itself shares that memory, and "auto" never is a lower precision there.
+        # The node itself shares that memory.
         bytes_per_rank = max(0, bytes_per_rank - node_bytes(spec) // len(devices))
-        if local.precision == "auto":
-            local = replace(local, precision="fp32")
     if settings.mesh == "auto":
         return choose(
             spec,
@@ -67,6 +65,22 @@ def mesh_for(
     check_offload(has_offload=shape.has_offload, kind=kind)
     check_memory(shape, spec, bytes_per_rank=bytes_per_rank, local=local, is_copied=is_copied)
     return Choice(shape=shape, reason="it is asked for")
+
+
+def _trained_on(kind: DeviceKind, settings: NodeSettings) -> tuple[LocalTraining, bool]:
+    """How ranks train there, and whether what checkpoints are written from is in the same memory."""
+    local = settings.local_training
+    if kind == "cpu" and local.precision == "auto":  # which never is a lower one there
+        local = replace(local, precision="fp32")
+    return local, kind == "cpu" and settings.checkpoint_every_rounds > 0
+
+
+def training_bytes(settings: NodeSettings, spec: RunSpec, devices: Sequence[str]) -> int | None:
+    """About what a rank takes of its device's memory; None where that is not known before it starts."""
+    if settings.loop or settings.mesh == "auto" or not devices or spec.data.source == "loop":
+        return None
+    local, is_copied = _trained_on(kind_of(tuple(devices)), settings)
+    return need_of(settings.mesh_shape, spec, local, is_copied=is_copied).num_bytes
 
 
 def parted_batch(spec: RunSpec, shape: MeshShape, local: LocalTraining) -> str:

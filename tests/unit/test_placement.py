@@ -23,6 +23,7 @@ from node.machine.placement import (
     parted_batch,
     refuse_small_helper,
     refuse_what_cannot_work,
+    training_bytes,
 )
 from protocol.errors import ConfigError
 from protocol.run.models import DecoderModel, Description, TransformersModel
@@ -106,6 +107,16 @@ def test_ranks_on_the_cpu_share_its_memory_with_the_node_itself() -> None:
     frugal = settings_of(device="cpu", checkpoint_every_rounds=0)
     mesh_for(frugal, LARGE, devices=("cpu",), bytes_per_rank=together - need.moments)
     mesh_for(on_gpu, LARGE, devices=("cuda:0",), bytes_per_rank=need.num_bytes)
+
+
+def test_what_a_rank_takes_is_told_where_it_is_known_before_it_starts() -> None:
+    need, on_cpu = need_of(MeshShape(), LARGE), settings_of(device="cpu")
+    assert training_bytes(on_cpu, LARGE, ("cpu",)) == need.num_bytes + need.moments
+    lower = need_of(MeshShape(), LARGE, settings_of().local_training)
+    assert training_bytes(settings_of(), LARGE, ("cuda:0",)) == lower.num_bytes
+    assert training_bytes(settings_of(mesh="auto"), LARGE, ("cuda:0",)) is None
+    assert training_bytes(settings_of(loop=True), LARGE, ("cpu",)) is None
+    assert training_bytes(settings_of(), LARGE, ()) is None  # only torch can tell of them
 
 
 def test_a_node_is_counted_with_what_its_processes_were_seen_to_take() -> None:

@@ -128,6 +128,14 @@ def test_zeros_take_no_room_in_a_new_file_and_are_written_over_an_older_one(
     assert loaded[1].residual.tobytes() == (-zeros).tobytes()  # which is not all zero bits
 
 
+def test_what_is_held_is_what_files_take_of_the_disk(tmp_path: Path) -> None:
+    folder = SnapshotFolder(tmp_path).folder
+    with folder.path_of(7).open("wb") as file:
+        file.write(bytes(100))
+        file.truncate(1 << 24)
+    assert 100 <= folder.held_bytes() < 1 << 20
+
+
 def test_strided_vectors_are_saved_as_they_look(tmp_path: Path) -> None:
     wide = np.repeat(vector(3), 2)
     state = Snapshot(
