@@ -103,7 +103,7 @@ class Connection:
                 link.close()
                 if time.monotonic() >= give_up_at or not is_alive():
                     raise NoNodeError(
-                        f"no node with a door for training loops runs in {folder}",
+                        f"no node that serves training loops runs in {folder}",
                         next_step=f"start it: atoll node start --loop --dir {shlex.quote(str(folder))}",
                     ) from error
             except BaseException:

@@ -11,7 +11,7 @@ class SwarmError(Exception):
 
 
 class NoNodeError(SwarmError):
-    """No node with a door for loops runs where one was looked for."""
+    """No node that serves loops runs where one was looked for."""
 
 
 class ModelMismatchError(SwarmError):

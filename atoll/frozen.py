@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from atoll.errors import ModelMismatchError
 from atoll.running_statistics import STATISTICS
-from atoll.weights import scalings_of, spellings
+from atoll.weights import parts_of, scalings_of, spellings
 
 _ROUNDED = {1: 2**-4, 2: 2**-7}
 """How far values of types of so many bytes may be from the run's, relatively; wider ones as those of two."""
@@ -157,7 +157,7 @@ def _whole(parameter: Tensor) -> Tensor:
     from torch.distributed.tensor import DTensor
 
     values = parameter.detach()
-    return values.full_tensor() if isinstance(values, DTensor) else values
+    return values.full_tensor() if isinstance(values, DTensor) else parts_of(values)[-1]
 
 
 def frozen_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -71,7 +71,7 @@ def nothing_to_train(seconds: float, folder: Path) -> str:
 def no_node(folder: Path, seconds: float) -> str:
     """That there is nothing to join yet."""
     return (
-        f"no node with a door for training loops runs in {folder} yet, so this waits up to {seconds:g} s "
+        f"no node that serves training loops runs in {folder} yet, so this waits up to {seconds:g} s "
         f"for one: atoll node start --loop --dir {shlex.quote(str(folder))}"
     )
 

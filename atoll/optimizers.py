@@ -220,6 +220,7 @@ def is_apart(value: Tensor, parameter: Tensor) -> bool:
     """Whether it could be a copy of it, and is not the parameter itself, as after `p.data = kept`."""
     return (
         value.is_floating_point()
+        and value.layout is torch.strided
         and value.shape == parameter.shape
         and (kept := local_of(value)).shape == (own := local_of(parameter)).shape
         and kept.untyped_storage().data_ptr() != own.untyped_storage().data_ptr()

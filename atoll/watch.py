@@ -209,8 +209,8 @@ class Watch:
             more = f" and {len(still) - 1} more" if len(still) > 1 else ""
             found["still"] = (
                 f"{steps} inner steps have changed nothing of {name}{more}, which the run trains: where this "
-                "loop trains nothing, it holds back what others train. See whether it is frozen, no optimizer "
-                "steps it, or nothing comes to it, as to an expert that no router picks"
+                "loop trains nothing, it holds back what others train. See whether it is frozen, no "
+                "optimizer steps it, or nothing comes to it, as to an expert that no router picks"
             )
         new = found.keys() - self._told
         self._told |= new

@@ -490,10 +490,22 @@ def few_of_all(tensors: Iterable[Tensor]) -> Tensor:
     return _fp32(torch.cat([each.to(few[0].device) for each in few]))
 
 
+def parts_of(local: Tensor) -> tuple[Tensor, ...]:
+    """What is stored of it: values, and of a sparse one, as a graph's edges, after where they are."""
+    match local.layout:
+        case torch.sparse_coo:
+            found = local._indices(), local._values()
+        case torch.sparse_csr | torch.sparse_bsr:
+            found = local.crow_indices(), local.col_indices(), local.values()
+        case torch.sparse_csc | torch.sparse_bsc:
+            found = local.ccol_indices(), local.row_indices(), local.values()
+        case _:
+            found = (local.resolve_conj().resolve_neg(),)
+    return found
+
+
 def _few(tensor: Tensor) -> Tensor:
-    local = local_of(tensor)
-    if local.is_sparse:  # a gradient of an embedding: of the rows that the batch looked up
-        local = local._values()
+    *_, local = parts_of(local_of(tensor))
     if local.is_complex():
         local = torch.view_as_real(local)
     step = local.numel() // FEW + 1
@@ -505,9 +517,11 @@ def _few(tensor: Tensor) -> Tensor:
 
 def bits_of(local: Tensor) -> int:
     """A sum of the bits of its values, the same on every device: no order of adding changes it."""
-    if local.is_complex():
-        local = torch.view_as_real(local)
-    return int(local.view(_BITS[local.element_size()]).sum().item())
+    bits = 0
+    for part in parts_of(local):
+        own = torch.view_as_real(part) if part.is_complex() else part
+        bits += int(own.view(_BITS[own.element_size()]).sum().item())
+    return bits
 
 
 def listed(named: Iterable[tuple[str, tuple[int, ...]]]) -> str:

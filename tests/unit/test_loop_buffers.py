@@ -284,6 +284,31 @@ def test_a_codebook_that_is_moved_behind_torch_s_back_is_refused(
         watch.check()
 
 
+LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "coo": lambda matrix: matrix.to_sparse(),
+    "csr": lambda matrix: matrix.to_sparse_csr(),
+    "csc": lambda matrix: matrix.to_sparse_csc(),
+    "conjugate": lambda matrix: matrix.to(torch.complex64).conj(),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+@pytest.mark.parametrize("watching", [watch_of, lambda model: of_ranks.BufferWatch([model])])
+@pytest.mark.parametrize("kind", LAYOUTS)
+@pytest.mark.parametrize("changed", [2 * torch.eye(3), torch.eye(3)[[0, 0, 1]], torch.ones(3, 3)])
+def test_buffers_of_any_layout_are_watched_as_others_are(
+    changed: torch.Tensor, kind: str, watching: Callable[[nn.Module], Any]
+) -> None:
+    """As the edges of a graph, whose weights and places may change, or a transform."""
+    model = nn.Module()
+    model.register_buffer("edges", LAYOUTS[kind](torch.eye(3)))
+    watch = watching(model)
+    watch.check()
+    model.edges = LAYOUTS[kind](changed)
+    with pytest.raises((ModelMismatchError, ConfigError), match="changes the buffer edges"):
+        watch.check()
+
+
 def norm_of(module: Any) -> float:
     return float(torch.linalg.matrix_norm(module.weight.flatten(1), 2))
 

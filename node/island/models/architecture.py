@@ -442,9 +442,24 @@ class BufferWatch:
 
 def holds(buffer: Tensor, was: Tensor) -> bool:
     """Whether a buffer of the same shape has these values; what is no number is one."""
+    if buffer.layout is not torch.strided:  # sparse, as the edges of a graph
+        return buffer.layout is was.layout and all(
+            own.shape == other.shape and holds(own, other)
+            for own, other in zip(_parts_of(buffer), _parts_of(was), strict=True)
+        )
     return torch.equal(buffer, was) or (
         buffer.is_floating_point() and torch.allclose(buffer, was, rtol=0, atol=0, equal_nan=True)
     )
+
+
+def _parts_of(sparse: Tensor) -> tuple[Tensor, ...]:
+    """Where a sparse tensor has values, and the values."""
+    if sparse.layout is torch.sparse_coo:
+        sparse = sparse.coalesce()
+        return sparse.indices(), sparse.values()
+    if sparse.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return sparse.crow_indices(), sparse.col_indices(), sparse.values()
+    return sparse.ccol_indices(), sparse.row_indices(), sparse.values()
 
 
 def _owner_kind(part: nn.Module, name: str) -> str:
