@@ -1,23 +1,15 @@
-"""What a status says of nodes and of how they reach each other, in words and figures. Pure."""
+"""What a status says of nodes, in words and figures. Pure."""
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Iterable
 
-from protocol.terminal.console import (
-    age_in_words,
-    bytes_in_words,
-    count_in_words,
-    seconds_in_words,
-)
+from protocol.terminal.console import age_in_words, bytes_in_words, seconds_in_words
 from protocol.v1 import status_pb2 as pb
 from protocol.wire.rounds import OWN_LOOP
-from protocol.wire.vitals import loss_in_words, upload_in_words
 
 SILENT_SECONDS = 6.0
 """A node not heard for this long is shown as silent: two heartbeats at the default lease."""
 
-
 _NAME_WIDTH = 16
-
 
 STATES: dict[pb.NodeState.ValueType, tuple[str, str]] = {  # word and colour
     pb.NODE_STATE_JOINING: ("joining", "cyan"),
@@ -29,7 +21,6 @@ STATES: dict[pb.NodeState.ValueType, tuple[str, str]] = {  # word and colour
     pb.NODE_STATE_QUARANTINED: ("quarantined", "yellow"),
     pb.NODE_STATE_EXPELLED: ("expelled", "red"),
 }
-
 
 GONE = frozenset(
     {
@@ -103,165 +94,6 @@ def carried_in_words(node: pb.NodeStatus) -> str:
     """What it has passed on for pairs that do not reach each other; empty where that is nothing."""
     num_bytes = sum(c.sent_bytes for c in node.heartbeat.wire if c.kind == "carried")
     return f"{bytes_in_words(num_bytes)} for others" if num_bytes else ""
-
-
-MOST_NAMED = 4
-"""Nodes in a line; of the others the number."""
-
-
-MOST_PAIRS = 20
-"""Of nodes that do not reach each other, in one sentence."""
-
-
-def cut_pairs(nodes: Iterable[pb.NodeStatus]) -> set[tuple[str, str]]:
-    """The ids of each two present nodes of which one says that it does not reach the other."""
-    return _pairs(nodes, lambda node: node.heartbeat.unreachable_ids)
-
-
-def punched_pairs(nodes: Iterable[pb.NodeStatus]) -> set[tuple[str, str]]:
-    """The ids of each two present nodes that reach each other through holes in their routers."""
-    known = list(nodes)
-    return _pairs(known, lambda node: node.heartbeat.punched_ids) - cut_pairs(known)
-
-
-def proxied_pairs(nodes: Iterable[pb.NodeStatus]) -> set[tuple[str, str]]:
-    """The ids of each two present nodes of which one reaches the other through its network's proxy."""
-    known = list(nodes)
-    return _pairs(known, lambda node: node.heartbeat.by_proxy_ids) - cut_pairs(known)
-
-
-def carried_pairs(nodes: Iterable[pb.NodeStatus]) -> dict[tuple[str, str], str]:
-    """Who carries between two present nodes of which one says so, by their ids."""
-    present = _here(nodes)
-    return {
-        _pair(node.node_id, told.node_id): told.through_id
-        for node in present.values()
-        for told in node.heartbeat.through
-        if {told.node_id, told.through_id} <= present.keys()
-    }
-
-
-NARROW = "only small packets get through"
-
-
-NARROW_STEP = "lower the MTU of one of the two: 'sudo ip link set dev NAME mtu 1280'"
-
-
-def narrow_pairs(nodes: Iterable[pb.NodeStatus]) -> set[tuple[str, str]]:
-    """The ids of each two present nodes of which one says that large packets between them get lost."""
-    return _pairs(nodes, lambda node: node.heartbeat.narrow_ids)
-
-
-def _pairs(
-    nodes: Iterable[pb.NodeStatus], others_of: Callable[[pb.NodeStatus], Iterable[str]]
-) -> set[tuple[str, str]]:
-    present = _here(nodes)
-    return {
-        _pair(node.node_id, other)
-        for node in present.values()
-        for other in others_of(node)
-        if other in present
-    }
-
-
-def _here(nodes: Iterable[pb.NodeStatus]) -> dict[str, pb.NodeStatus]:
-    """By id; who was not heard since the coordinator's restart may have left meanwhile."""
-    return {node.node_id: node for node in nodes if is_present(node) and not node.is_unheard}
-
-
-def _pair(one: str, other: str) -> tuple[str, str]:
-    return min(one, other), max(one, other)
-
-
-def cut_off(nodes: Iterable[pb.NodeStatus]) -> str:
-    """Which nodes do not reach each other, and which do by other ways than directly; empty when all do."""
-    present = _here(nodes)
-    pairs, carried = cut_pairs(present.values()), carried_pairs(present.values())
-    narrow = narrow_pairs(present.values())
-    helpers = [node.node_id for node in by_name(present.values()) if node.is_helper]
-    apart: list[str] = []
-    through: dict[str, set[str]] = {}  # names, by who is between
-    for pair in pairs:
-        names = sorted(name_of(present[node_id]) for node_id in pair)
-        if between := carried.get(pair) or _helper_of(pair, helpers, pairs):
-            through.setdefault(name_of(present[between]), set()).update(names)
-        if pair in narrow:
-            apart.append(f"between {names[0]} and {names[1]} {NARROW}: {NARROW_STEP}")
-        elif not between:
-            strict = [name_of(present[n]) for n in pair if present[n].has_symmetric_router]
-            why = f" (symmetric router: {', '.join(sorted(strict))})" if strict else ""
-            apart.append(f"{names[0]} and {names[1]} do not reach each other{why}")
-    told = _some_of(apart)
-    for between, ends in sorted(through.items()):
-        names = sorted(ends)
-        told.append(f"{some_named(names)} reach each other through {between}")
-    holes = (sorted(name_of(present[n]) for n in pair) for pair in punched_pairs(present.values()))
-    told += _some_of(f"{one} and {other} reach each other, punched" for one, other in holes)
-    by_proxy = proxied_pairs(present.values())
-    for node in present.values():
-        others = (o for o in node.heartbeat.by_proxy_ids if _pair(node.node_id, o) in by_proxy)
-        if names := [name_of(present[other]) for other in others]:
-            told.append(f"{name_of(node)} reaches {some_named(names)} by proxy")
-    return "; ".join(told)
-
-
-def some_named(names: Sequence[str]) -> str:
-    """A few names in order, or how many nodes they are."""
-    return ", ".join(sorted(names)) if len(names) <= MOST_NAMED else f"{len(names)} nodes"
-
-
-def _some_of(pairs: Iterable[str]) -> list[str]:
-    told = sorted(pairs)
-    if len(told) > MOST_PAIRS:
-        told[MOST_PAIRS:] = [f"and {len(told) - MOST_PAIRS} more pairs"]
-    return told
-
-
-def ways_to_others(node: pb.NodeStatus, nodes: Iterable[pb.NodeStatus]) -> str:
-    """How a present node reaches the others, in words."""
-    told = [f"{name} {way}" for name, way in ways_of(node, nodes)]
-    if len(told) > MOST_PAIRS:
-        told[MOST_PAIRS:] = [f"and {len(told) - MOST_PAIRS} more"]
-    return ", ".join(told)
-
-
-def ways_of(node: pb.NodeStatus, nodes: Iterable[pb.NodeStatus]) -> list[tuple[str, str]]:
-    """The others by name, each with its way: direct, punched, by proxy, through another, or not reached.
-
-    Nothing of a node that is not present.
-    """
-    present = _here(nodes)
-    if node.node_id not in present:
-        return []
-    cut, punched = cut_pairs(present.values()), punched_pairs(present.values())
-    carried, narrow = carried_pairs(present.values()), narrow_pairs(present.values())
-    by_proxy = proxied_pairs(present.values())
-    helpers = [each.node_id for each in by_name(present.values()) if each.is_helper]
-    told = []
-    for other in by_name(present.values()):
-        pair = _pair(node.node_id, other.node_id)
-        if pair[0] == pair[1]:
-            continue
-        way = "punched" if pair in punched else "by proxy" if pair in by_proxy else "direct"
-        if pair in cut:
-            between = carried.get(pair) or _helper_of(pair, helpers, cut)
-            way = f"through {name_of(present[between])}" if between else "not reached"
-            if pair in narrow:
-                way = f"{way} ({NARROW})" if between else NARROW
-        told.append((name_of(other), way))
-    return told
-
-
-def _helper_of(
-    pair: tuple[str, str], helpers: Sequence[str], pairs: Collection[tuple[str, str]]
-) -> str:
-    """The first helper that both of a pair reach, by node id; empty when there is none."""
-    if not {*pair}.isdisjoint(helpers):
-        return ""
-    for helper in helpers:
-        if not any(_pair(node, helper) in pairs for node in pair):
-            return helper
-    return ""
 
 
 def copies_in_words(nodes: Iterable[pb.NodeStatus]) -> str:
@@ -368,63 +200,6 @@ def text_in_words(node: pb.NodeStatus) -> str:
 def counted_in_words(run: pb.RunStatus) -> str:
     """What the run counts, in the plural."""
     return run.counted or "tokens"
-
-
-def node_facts(node: pb.NodeStatus) -> dict[str, str]:
-    """All columns of `atoll nodes`, in words."""
-    return {
-        "node": name_of(node),
-        "id": node.node_id[:12],
-        "state": state_in_words(node),
-        "device": device_in_words(node),
-        "heard": heard_in_words(node),
-        "tokens": count_in_words(node.committed_tokens),
-        "work": work_in_words(node),
-        "screened": screening_in_words(node.screening),
-        "link": link_in_words(node),
-        "upload": upload_in_words(node.heartbeat.upload_pace) or "-",
-        "tcp": node.heartbeat.congestion_control or "-",
-        "time of a round": time_in_words(node),
-        "mfu": mfu_in_words(node),
-        "peak memory": memory_in_words(node),
-        "text": text_in_words(node),
-        "invite": invite_in_words(node),
-        "version": node.version,
-        "addresses": " ".join(node.address.multiaddrs),
-    }
-
-
-def node_details(node: pb.NodeStatus, status: pb.GetStatusResponse) -> dict[str, str]:
-    """All that is known of one node, in words; what is not known is left out."""
-    beat = node.heartbeat
-    sent, received = wire_in_words(node)
-    told = node_facts(node) | {
-        "id": node.node_id,
-        "standing": node.standing,
-        "software": beat.software,
-        "evaluates by": beat.evaluates_by,
-        "does": activity_in_words(node, status.run),
-        "waits for": beat.waiting_for,
-        "loss": loss_in_words(beat.loss) if beat.loss else "",
-        "speed": f"{count_in_words(beat.tokens_per_second)} {counted_in_words(status.run)} a second"
-        if beat.tokens_per_second > 0
-        else "",
-        "steps asked": str(node.inner_steps or ""),
-        "state held": f"round {beat.outer_round}" if node.HasField("heartbeat") else "",
-        "sent": sent,
-        "received": received,
-        "carried": carried_in_words(node),
-        "let go": f"{beat.let_go_rounds:.1f} rounds of late work" if beat.let_go_rounds else "",
-        "gave": f"{node.given.num_rounds} rounds, {given_in_words(node.given)}, "
-        f"{seconds_in_words(node.given.present_seconds)} present"
-        if node.HasField("given")
-        else "",
-        "reaches": ways_to_others(node, status.nodes),
-        "second process": "waits with the same key: stop one of the two"
-        if node.has_waiting_copy
-        else "",
-    }
-    return {label: words for label, words in told.items() if words not in ("", "-")}
 
 
 def short_name(name: str) -> str:

@@ -219,7 +219,7 @@ def test_a_run_that_ended_with_a_void_round_goes_on_when_its_commit_is_brought_b
     assert of_kind(older.actions, CommitsWanted)
     for event in (*told(commits_of(scene)), HistoryTold(node_id=A)):
         older.do(event)
-    assert not older.state.is_finished
+    assert not older.state.is_finished and older.state.finished_at is None
     if comes == "with the round before":
         older.apply(after(4), "node-b")
     older.apply(after(4), "node-a")
