@@ -280,6 +280,8 @@ def _outer_at_start(
     layout = layout_of(spec)
     weights = expanded(settings.weights) if settings.weights else None
     tiles = Tiles(_threads_beside(ranks))
+    if rounds := disk.snapshots.rounds():
+        log.info("reading what this node has kept", round=rounds[0])
     kept = disk.snapshots.load_newest(spec.digest(), layout.summary().digest)
     keep_run(start.folder, spec)  # only now: what is there may be snapshots of another run
     momentum = None

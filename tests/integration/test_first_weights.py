@@ -105,6 +105,7 @@ def test_first_weights_are_kept_by_the_node_that_was_given_them_and_by_one_that_
     waiting.does("waiting", "given")
     end(given)
     given = waiting.start_node("given")
+    given.says("reading what this node has kept")
     given.says("resuming from disk")
     fetching = waiting.start_node("fetching")
     fetching.says("applied")
