@@ -14,7 +14,12 @@ from coordinator.swarm.end import ends_at, finished_reason, is_at_end, is_evalua
 from coordinator.swarm.evaluation import awaited_writers, may_be_evaluated
 from coordinator.swarm.going_back import rounds_in_reach
 from coordinator.swarm.members import Member, MemberState
-from coordinator.swarm.retraction import goes_on_from, takes_back_at, waits_for_a_holder
+from coordinator.swarm.retraction import (
+    goes_on_from,
+    takes_back_at,
+    unfollowed_in_words,
+    waits_for_a_holder,
+)
 from coordinator.swarm.rounds import awaited_appliers, is_undecided
 from coordinator.swarm.standing import returning
 from coordinator.swarm.start import bringing, missing, waits_until
@@ -30,7 +35,6 @@ from coordinator.swarm.state import (
     present_members,
 )
 from coordinator.swarm.weighing import Kind, held_in_words, kind_of
-from coordinator.swarm.withdrawal import unfollowed_in_words
 from protocol.trust.rulings import Ruling
 from protocol.wire.messages import Trained
 from protocol.wire.rounds import NodeId, training_in

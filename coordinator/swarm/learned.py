@@ -15,8 +15,8 @@ from coordinator.swarm.agreement import judge_all
 from coordinator.swarm.books import book_learned, without_open_round, without_rounds
 from coordinator.swarm.bounds import norms_after, stride_of
 from coordinator.swarm.events import BaseLearned, CommitLearned, Tell, Turn
-from coordinator.swarm.kept_errors import forget_errors
 from coordinator.swarm.members import PRESENT, MemberState
+from coordinator.swarm.reports import forget_errors
 from coordinator.swarm.rounds import end_round, plan_of
 from coordinator.swarm.start import await_participants, bringing, time_of_round
 from coordinator.swarm.state import (

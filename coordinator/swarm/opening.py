@@ -17,6 +17,7 @@ from coordinator.swarm.members import Member
 from coordinator.swarm.opposed import sitting_out_in_words
 from coordinator.swarm.penalties import may_reduce
 from coordinator.swarm.reach import best_reducers, newcomers, ways_between, ways_in_words
+from coordinator.swarm.retraction import unfollowed
 from coordinator.swarm.rounds import plan_of
 from coordinator.swarm.shares import reducer_shares, shares_in_words
 from coordinator.swarm.spot_checks import plan_for_checks
@@ -30,7 +31,6 @@ from coordinator.swarm.state import (
     available_members,
 )
 from coordinator.swarm.weighing import say_of, unchecked
-from coordinator.swarm.withdrawal import unfollowed
 from protocol.wire.messages import RoundOpened
 from protocol.wire.rounds import Assignment, NodeId, Slice, book_of_data, cut_into_slices
 

@@ -224,7 +224,7 @@ class Alarm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unfollowed:
-    """The run went back, and too few members hold that state: coordinator.swarm.withdrawal."""
+    """The run went back, and too few members hold that state: coordinator.swarm.retraction."""
 
     since: float  # when one more came to hold it, or the run went back
     incarnation: int  # of the ruling

@@ -10,8 +10,8 @@ from coordinator.swarm.events import Ruled, RulingsLearned, Tell, Turn
 from coordinator.swarm.going_back import comes_to, go_back, refuse_going_back
 from coordinator.swarm.members import MemberState
 from coordinator.swarm.membership import bar, own, unbar
+from coordinator.swarm.retraction import refuse_withdrawal, withdrawn
 from coordinator.swarm.state import Rules, SwarmState, next_round
-from coordinator.swarm.withdrawal import refuse_withdrawal, withdrawn
 from protocol.errors import UsageError
 from protocol.trust.rulings import (
     ABOUT_NODES,

@@ -59,7 +59,13 @@ from coordinator.swarm.membership import (
 from coordinator.swarm.opening import open_round
 from coordinator.swarm.penalties import left_out, sound_convictions
 from coordinator.swarm.reports import results_held, slice_reduced, training_done
-from coordinator.swarm.retraction import decide_alarm, supply_anew, takes_back_at
+from coordinator.swarm.retraction import (
+    decide_alarm,
+    supply_anew,
+    takes_back_at,
+    watch_going_back,
+    withdraws_at,
+)
 from coordinator.swarm.rounds import close_round, settle_round
 from coordinator.swarm.spot_checks import spot_checked
 from coordinator.swarm.standing import excuse, excuses_at, tell_training_ended
@@ -73,7 +79,6 @@ from coordinator.swarm.takeover import (
     results_silent,
     take_over,
 )
-from coordinator.swarm.withdrawal import watch_going_back, withdraws_at
 from protocol.wire.findings import Audited, SpotChecked
 from protocol.wire.messages import (
     Applied,
