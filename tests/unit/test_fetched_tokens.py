@@ -195,15 +195,17 @@ def test_on_a_disk_that_is_nearly_full_the_cache_leaves_room_for_the_node_s_reco
         return SimpleNamespace(free=disk_bytes - sum(p.stat().st_size for p in folder.iterdir()))
 
     monkeypatch.setattr(shutil, "disk_usage", disk_usage)
-    cache = PieceCache(tmp_path, limit_bytes=1000, leave_bytes=60)
+    cache = PieceCache(tmp_path, limit_bytes=1000, leave_bytes=40)
     with capture_logs() as logs:
-        for number, digest in enumerate("abcdef"):
+        for number, digest in enumerate("abcdefgh"):
             cache.put(digest, bytes(10), spare={"a"})
             os.utime(cache.path_of(digest), (number, number))
-    assert cache.digests() == {"a", "d", "e", "f"}, "what is read now stays, and the newest"
-    assert cache.room_bytes() == 40
+    assert cache.digests() == set("adefgh"), "what is read now stays, and the newest"
+    assert cache.room_bytes() == 60
     [told] = logs
-    assert told["left_bytes"] == 60 and "data_cache" in told["next_step"]
+    assert told["left_bytes"] == 40 and "data_cache" in told["next_step"]
+    narrow = PieceCache(tmp_path, limit_bytes=1000, leave_bytes=90)
+    assert narrow.room_bytes() == 50, "half: a node that waits for each piece trains nothing"
 
 
 def test_a_piece_that_was_changed_on_its_way_is_refused_by_name(

@@ -151,9 +151,9 @@ class PieceCache:
         """Keeps a piece, and before removes those that were not used for longest, but for the spared."""
         make_folder(self.folder)
         kept = [one for one in self._kept() if one[2].stem != digest]
-        over = len(piece) + sum(size for _, size, _ in kept) - self._limit_bytes
-        short = len(piece) + self._leave_bytes - shutil.disk_usage(self.folder).free
-        if short > max(over, 0) and not self._has_told:
+        kept_bytes = sum(size for _, size, _ in kept)
+        room_bytes = self._room_bytes(kept_bytes)
+        if len(piece) + kept_bytes > room_bytes < self._limit_bytes and not self._has_told:
             self._has_told = True
             log.warning(
                 "the disk has no room for all of data_cache: fetched tokens take less, and come again",
@@ -161,7 +161,7 @@ class PieceCache:
                 left_bytes=self._leave_bytes,
                 next_step="make room on it, or let data_cache in node.toml be smaller",
             )
-        to_free = max(over, short)
+        to_free = len(piece) + kept_bytes - room_bytes
         for _, size, path in sorted(kept):
             if to_free <= 0:
                 break
@@ -172,10 +172,15 @@ class PieceCache:
 
     def room_bytes(self) -> int:
         """What all pieces together may take now."""
-        with contextlib.suppress(FileNotFoundError):
-            free = shutil.disk_usage(self.folder).free - self._leave_bytes
-            return min(self._limit_bytes, max(0, free + sum(size for _, size, _ in self._kept())))
-        return self._limit_bytes  # there is no folder yet
+        try:
+            return self._room_bytes(sum(size for _, size, _ in self._kept()))
+        except FileNotFoundError:  # there is no folder yet
+            return self._limit_bytes
+
+    def _room_bytes(self, kept_bytes: int) -> int:
+        """Half of what is left beside others, or more: a node that waits for each piece trains nothing."""
+        there = shutil.disk_usage(self.folder).free + kept_bytes
+        return min(self._limit_bytes, max(there - self._leave_bytes, there // 2))
 
     def _kept(self) -> list[tuple[int, int, Path]]:
         """When each piece was used last, its size, and where it is."""

@@ -75,6 +75,7 @@ class TokenSupply:
         self._resting: set[Piece] = set()  # asked for in vain, until the next time
         self._lacking: set[Piece] = set()  # likewise, until they come or are not wanted any more
         self._spared: set[str] = set()  # digests of what is read now, and next
+        self._sparing = asyncio.Lock()  # what comes makes no room of what is being found here
         self._has_manifest = False
         self._told: set[str] = set()
         self._losses: Counter[str] = Counter()  # by digest: how often it was found damaged or gone
@@ -175,11 +176,12 @@ class TokenSupply:
                 f"{first:,} bytes, and data_cache holds {self._held.cache_bytes:,}",
                 next_step="let data_cache in node.toml be larger, or lower [inner] batch",
             )
-        here = await self._heavy(self._held.cache.digests)
-        room = max(first, await self._heavy(self._held.cache.room_bytes))
-        num_ready, ready, wanted = ready_steps(needs, here, limit_bytes=room)
-        self._spared = {piece.digest for piece in ready}
-        self._spared |= {p.digest for p in wanted if p in needs[num_ready]} if wanted else set()
+        async with self._sparing:
+            here = await self._heavy(self._held.cache.digests)
+            room = max(first, await self._heavy(self._held.cache.room_bytes))
+            num_ready, ready, wanted = ready_steps(needs, here, limit_bytes=room)
+            self._spared = {piece.digest for piece in ready}
+            self._spared |= {p.digest for p in wanted if p in needs[num_ready]} if wanted else set()
         await self._heavy(partial(self._touch, (*wanted, *ready)))
         self.want(piece for piece in wanted if piece.digest not in here)
         return num_ready
@@ -300,7 +302,9 @@ class TokenSupply:
         """Whether it came."""
         content = await self._content(source, piece)
         if content is not None:
-            await self._heavy(partial(self._held.keep, piece, content, spare=self._spared))
+            async with self._sparing:
+                keep = partial(self._held.keep, piece, content, spare=self._spared)
+                await self._heavy(keep)
             self._wanted.pop(piece, None)
             self._lacking.discard(piece)
         elif piece in self._wanted:
