@@ -494,14 +494,12 @@ def parts_of(local: Tensor) -> tuple[Tensor, ...]:
     """What is stored of it: values, and of a sparse one, as a graph's edges, after where they are."""
     match local.layout:
         case torch.sparse_coo:
-            found = local._indices(), local._values()
+            return local._indices(), local._values()
         case torch.sparse_csr | torch.sparse_bsr:
-            found = local.crow_indices(), local.col_indices(), local.values()
+            return local.crow_indices(), local.col_indices(), local.values()
         case torch.sparse_csc | torch.sparse_bsc:
-            found = local.ccol_indices(), local.row_indices(), local.values()
-        case _:
-            found = (local.resolve_conj().resolve_neg(),)
-    return found
+            return local.ccol_indices(), local.row_indices(), local.values()
+    return (local.resolve_conj().resolve_neg(),)
 
 
 def _few(tensor: Tensor) -> Tensor:

@@ -200,6 +200,8 @@ class Waves(nn.Module):
         elif kind == "frozen":
             self.waves = nn.Parameter(torch.randn(4, 4), requires_grad=False)
             return
+        elif kind == "sparse":
+            waves = torch.eye(4).to_sparse()
         elif kind == "of weights":
             waves = self.out.weight.detach().clone().expand(4, 4)
         else:

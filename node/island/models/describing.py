@@ -268,7 +268,8 @@ def _counted(
     kept: dict[int, Tensor] = {}
 
     def keep(tensor: Tensor) -> Tensor:
-        if (memory := _memory_of(tensor)) not in own:  # views of weights are kept too
+        memory = _memory_of(tensor)
+        if memory is not None and memory not in own:  # views of weights are kept too
             kept[memory] = tensor  # held, so that no other gets its address
         return tensor
 
@@ -326,8 +327,13 @@ class _EachRowByOneExpert(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _memory_of(tensor: Tensor) -> int:
-    """What tensors that are views of one another have in common; on shapes alone there is no address."""
+def _memory_of(tensor: Tensor) -> int | None:
+    """What tensors that are views of one another have in common; on shapes alone there is no address.
+
+    None for a sparse one.
+    """
+    if tensor.layout is not torch.strided:
+        return None
     address: int = tensor.untyped_storage()._cdata
     return address
 
