@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from structlog.testing import capture_logs
 
 from node.exchange import fetching
 from node.exchange.peers import (
@@ -224,6 +225,21 @@ async def test_a_state_that_is_not_the_swarms_is_not_fetched_at_all() -> None:
     del scene.settled[8]  # a round that the coordinator does not know
     assert_is(await scene.fetch(await scene.joiner()), state_at(7))
     assert not any(donor.given for donor in others)  # although there are more of each
+
+
+@pytest.mark.parametrize("is_empty", [False, True])
+@in_virtual_time
+async def test_of_a_node_that_waits_for_the_first_weights_as_well_nothing_is_said(
+    is_empty: bool,
+) -> None:
+    scene = DownloadScene()
+    zeros = np.zeros(NUM_ELEMENTS, np.float32)
+    other = replace(state_at(0), momentum=zeros)
+    await scene.add("a", replace(other, parameters=zeros) if is_empty else other)
+    scene.settled[0] = state_at(7).outer_digest()
+    with capture_logs() as logs:
+        assert await scene.fetch(await scene.joiner(), oldest_round=0) is None
+    assert (not is_empty) == any(each["event"] == "a state is not the swarm's" for each in logs)
 
 
 @pytest.mark.parametrize("field", ["run_digest", "layout_digest", "round", "magic", "size"])

@@ -167,6 +167,12 @@ class Manifest:
             chunk_digests=chunk_digests,
         )
 
+    def chunks_with_values(self) -> set[int]:
+        """The places of those that are not all zeros; none are of a node that waits for the first weights."""
+        start, stop = self.span(len(self.chunk_digests) - 1)
+        zeros = {_digest_of(bytes(size)) for size in (CHUNK_BYTES, stop - start)}
+        return {place for place, each in enumerate(self.chunk_digests) if each not in zeros}
+
 
 def _digest_of(chunk: bytes) -> Digest:
     return Digest(blake3.blake3(chunk).digest())
@@ -187,10 +193,7 @@ class Arriving:
 
     def __init__(self, manifest: Manifest, place: _Place) -> None:
         self.manifest = manifest
-        digests = manifest.chunk_digests
-        start, stop = manifest.span(len(digests) - 1)
-        zeros = {_digest_of(bytes(size)) for size in (CHUNK_BYTES, stop - start)}
-        self.missing = {index for index, digest in enumerate(digests) if digest not in zeros}
+        self.missing = manifest.chunks_with_values()
         self._place = place
 
     def put(self, index: int, chunk: bytes) -> None:

@@ -160,11 +160,12 @@ class Download:
             manifest = candidate.manifest
             if await is_the_swarms(manifest.round, manifest.outer_digest):
                 return candidate
-            log.warning(
-                "a state is not the swarm's",
-                round=manifest.round,
-                peers=", ".join(candidate.donors),
-            )
+            if manifest.chunks_with_values():  # else they wait for the first weights, as we do
+                log.warning(
+                    "a state is not the swarm's",
+                    round=manifest.round,
+                    peers=", ".join(candidate.donors),
+                )
         return None
 
     def _num_willing(self, candidate: Candidate) -> int:
