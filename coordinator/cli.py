@@ -101,7 +101,7 @@ def start(
     from coordinator.config import RUN_FILE, Home, settle_preset
     from coordinator.presets.wanted import look_at_data
     from coordinator.relay.line import Carriage
-    from coordinator.remote_backup import require_target
+    from coordinator.remote_backup import clear_unsent, require_target
     from coordinator.store import may_have_begun, write_lost_anew
 
     if no_dashboard and dashboard is not None:
@@ -118,6 +118,7 @@ def start(
         control_port = enrolment_port = one_port
     folder = folder_of(directory)
     clear_unfinished_backups(folder)
+    clear_unsent(folder)
     write_lost_anew(folder / RUN_FILE)  # without its description it may read as another run
     settled = settle_preset(folder)
     home = Home.load(folder)

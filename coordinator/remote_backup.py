@@ -185,6 +185,7 @@ def back_up_to(directory: Path, url: str) -> Backup:
 
 
 def _send(directory: Path, place: _Place) -> Backup:
+    clear_unsent(directory)
     if place.names():
         raise CannotCreateError(
             f"{place.url} is not empty",
@@ -244,15 +245,16 @@ class RemoteCopies:
         return self._place.below(name).url
 
 
-@contextlib.contextmanager
-def _copy_of(directory: Path) -> Iterator[tuple[Backup, Path]]:
-    """A copy within the coordinator's own folder, where its keys are no less safe; removed afterwards.
-
-    And those of commands that were killed.
-    """
+def clear_unsent(directory: Path) -> None:
+    """Removes copies of commands that were killed while they sent them: the keys are among them."""
     for left in directory.glob(f"{_UPLOAD_PREFIX}*"):
         if not Path("/proc", left.name.removeprefix(_UPLOAD_PREFIX)).exists():
-            shutil.rmtree(left)
+            shutil.rmtree(left, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _copy_of(directory: Path) -> Iterator[tuple[Backup, Path]]:
+    """A copy within the coordinator's own folder, where its keys are no less safe; removed afterwards."""
     copy = directory / f"{_UPLOAD_PREFIX}{os.getpid()}"
     try:
         yield back_up(directory, copy), copy

@@ -274,11 +274,15 @@ def test_a_backup_that_was_killed_leaves_no_key_after_the_next_command(
         done(atoll("coordinator", "backup", home, elsewhere / "copy"))
         assert (elsewhere / "copy" / "ca.key").exists()
     else:
+        unsent = home / ".upload-4194305"  # of a process that no system has
+        unsent.mkdir()
+        (unsent / "ca.key").touch()
         held = Store.open(home)  # so that this start ends by itself, after it has cleared up
         try:
             refused(atoll("coordinator", "start", home), 71, "another coordinator")
         finally:
             held.close()
+        assert not unsent.exists()
     assert list(at.iterdir()) == []
     assert not list(home.glob(".backup-*"))
 

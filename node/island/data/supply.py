@@ -5,7 +5,6 @@ from the folder that pieces are put into.
 """
 
 import asyncio
-from collections import Counter
 from collections.abc import Container, Iterable, Sequence
 from functools import partial
 from typing import Protocol
@@ -36,7 +35,8 @@ MOST_SAMPLES = 1 << 14
 NEXT_STEP = "name a folder that has it with data = in node.toml, or start a node that has it"
 
 MOST_LOSSES = 3
-"""So often a piece is damaged or gone here before it is this machine's fault."""
+LOSSES_SECONDS = 3600.0
+"""A piece that is damaged or gone so often, in so long, is this machine's fault."""
 
 Needs = Sequence[frozenset[Piece]]
 """The pieces that each of some inner steps reads and that are in no folder of this node."""
@@ -78,7 +78,7 @@ class TokenSupply:
         self._sparing = asyncio.Lock()  # what comes makes no room of what is being found here
         self._has_manifest = False
         self._told: set[str] = set()
-        self._losses: Counter[str] = Counter()  # by digest: how often it was found damaged or gone
+        self._losses: dict[str, tuple[float, ...]] = {}  # by digest: when it was damaged or gone
         self.changed = asyncio.Event()
         """Something has come, or nobody gives it; whoever waits clears it."""
         self._work = asyncio.Event()
@@ -204,8 +204,11 @@ class TokenSupply:
 
         Raises UnavailableError where that happens to it again and again.
         """
-        self._losses[lost.piece] += 1
-        if self._losses[lost.piece] >= MOST_LOSSES:
+        now = asyncio.get_running_loop().time()
+        before = self._losses.get(lost.piece, ())
+        losses = (*(at for at in before if now - at < LOSSES_SECONDS), now)
+        self._losses[lost.piece] = losses
+        if len(losses) >= MOST_LOSSES:
             raise UnavailableError(
                 f"{MOST_LOSSES} times: {lost.what}", next_step=lost.next_step
             ) from lost
