@@ -278,8 +278,16 @@ def _applying(state: SwarmState, current: Round, now: float) -> str:
             f"applying: no participant has reported the state after round {current.number} yet; "
             f"waiting for any node to catch up, {left}"
         )
+    asked = state.evaluating
+    measuring = [] if asked is None else [n for n in asked.node_ids if n in waiting]
+    measured = (
+        f"; {names_of(state, measuring)} may still measure the loss of round {asked.round}"
+        if asked is not None and measuring
+        else ""
+    )
     return (
-        f"applying: waiting for {names_of(state, waiting)} to apply round {current.number}, {left}"
+        f"applying: waiting for {names_of(state, waiting)} to apply round {current.number}, "
+        f"{left}{measured}"
     )
 
 

@@ -80,6 +80,15 @@ def test_an_evaluation_counts_once_and_only_from_the_node_that_was_asked() -> No
     assert [(kept.round, kept.loss) for kept in scene.state.held_out] == [(0, 3.25)]
 
 
+def test_of_a_node_that_is_waited_for_it_is_said_that_it_may_be_evaluating() -> None:
+    scene = Scene(min_nodes=2, evaluate_every=1)
+    scene.attach(*NODES)
+    scene.commit(*NODES)
+    assert scene.reason.endswith("node-a may still measure the loss of round 0")
+    scene.apply(digest_of("state 1"), "node-a")
+    assert "waiting for node-b to apply round 1" in scene.reason and "measure" not in scene.reason
+
+
 def test_an_evaluation_never_holds_up_a_round() -> None:
     scene = Scene(min_nodes=2, evaluate_every=1)
     scene.attach(*NODES)
