@@ -40,6 +40,10 @@ PLACES_FILE = "places.json"
 CORPUS_FILE = "corpus.json"
 
 
+MANY_PARAMETERS = 50_000_000
+"""So many take seconds to be read and written."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptModel:
     """Committed parameters with what is needed to use them."""
@@ -163,6 +167,7 @@ def kept_model(folder: Path, round: int | None = None) -> KeptModel:
     from protocol.run.models import layout_of
 
     layout = layout_of(spec)
+    say_of_many(layout.num_elements, f"reading the state in {folder / SNAPSHOTS_FOLDER}")
     snapshots = SnapshotFolder(folder / SNAPSHOTS_FOLDER)
     kept = snapshots.load_parameters(spec.digest(), layout.summary().digest, round=round)
     if kept is None:
@@ -174,6 +179,12 @@ def kept_model(folder: Path, round: int | None = None) -> KeptModel:
         outer_digest=kept.outer_digest,
         parameters=kept.values,
     )
+
+
+def say_of_many(num_parameters: int, what: str) -> None:
+    """What a command does that takes seconds for a large model; on standard error, for people."""
+    if num_parameters >= MANY_PARAMETERS:
+        click.echo(f"{what}: {num_parameters / 1e6:,.0f} million parameters", err=True)
 
 
 def refuse_what_nobody_gives(folder: Path, over: "RunOver") -> None:

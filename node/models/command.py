@@ -113,7 +113,7 @@ def _exported(
 
     Returns the model, the type of its weights, and why transformers does not load them.
     """
-    from node.kept import kept_model, places_of
+    from node.kept import kept_model, places_of, say_of_many
     from protocol.terminal.logging import start_logging
 
     start_logging(as_json=False)  # to standard error: a damaged snapshot is told there
@@ -136,6 +136,7 @@ def _exported(
             next_step="name its folder with --base, or as base in node.toml",
         )
     dtype = dtype or usual_dtype(model.spec, is_merged=merges)
+    say_of_many(model.layout.num_elements, f"writing the model of round {model.round} to {out}")
     problem = export_model(
         spec=model.spec,
         parameters=model.parameters,

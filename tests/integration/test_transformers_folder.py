@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from node import kept
 from node.island.models.generate import decoder_of
 from node.kept import kept_model
 from tests.integration.typed_commands import Swarm, atoll, done, refused, typed_here
@@ -62,7 +63,7 @@ def swarm(qwen: Path, tmp_path: Path) -> Iterator[Swarm]:
 
 
 def test_a_folder_is_trained_by_two_nodes_and_loads_again_as_the_same_kind_of_model(
-    swarm: Swarm, qwen: Path
+    swarm: Swarm, qwen: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import transformers  # takes seconds
 
@@ -84,7 +85,12 @@ def test_a_folder_is_trained_by_two_nodes_and_loads_again_as_the_same_kind_of_mo
     assert " in bf16, rounded" in done(typed_here("export", as_it_came, "--dir", homes[0]))
     loaded = transformers.AutoModelForCausalLM.from_pretrained(as_it_came)
     assert loaded.dtype == torch.bfloat16, "as the folder that the run began with"
-    done(typed_here("export", out, "--dir", homes[0], "--dtype", "fp32"))
+    with monkeypatch.context() as patch:
+        patch.setattr(kept, "MANY_PARAMETERS", models[0].layout.num_elements)
+        exported = typed_here("export", out, "--dir", homes[0], "--dtype", "fp32")
+    assert done(exported).startswith("wrote the model at round 3")
+    reads, writes = exported.err.splitlines()
+    assert reads.startswith("reading the state in ") and f"of round 3 to {out}: " in writes
     written = done(typed_here("sample", "--dir", homes[0], "--prompt", "word1x1", "--tokens", "5"))
     refused(
         typed_here("sample", "--dir", homes[0], "--bytes", "5"),
