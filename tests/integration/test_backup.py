@@ -94,7 +94,8 @@ def test_copies_of_a_run_in_full_flight_are_consistent_and_one_can_be_started(
             assert (copy / name).read_bytes() == (swarm.home / name).read_bytes()
     assert copy.stat().st_mode & 0o777 == 0o700
 
-    started = swarm.start("coordinator", "start", copy, "--port", "0", "--enrolment-port", "0")
+    ports = ("--port", "0", "--enrolment-port", "0", "--no-dashboard")  # the first has its page's
+    started = swarm.start("coordinator", "start", copy, *ports)
     started.says("coordinator ready")
     with StatusLink(copy) as link:
         assert link.status().run.committed_round == rounds[-1]
