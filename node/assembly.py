@@ -376,7 +376,8 @@ async def _ranks_of(start: NodeStart, hardware: Hardware) -> _Ranks:
     local = local_training_of(settings, spec, shape, kind=kind, has_compilers=may_compile)
     if why := parted_batch(spec, shape, local):
         log.warning(why)
-    log.info("trains here", on=", ".join(usable.names), precision=local.precision)
+    precision = usable.auto_precision if local.precision == "auto" else local.precision
+    log.info("trains here", on=", ".join(usable.names), precision=precision)
     return _Ranks(
         devices=usable.names,
         shape=shape,

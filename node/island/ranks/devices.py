@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 from node.island.parallel.auto_mesh import DeviceKind
+from node.island.parallel.mesh_shape import Precision
 from node.island.ranks.aside import Aside
 from protocol.errors import ConfigError
 from protocol.service.limits import UNLIMITED, groups
@@ -124,10 +125,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UsableDevices:
-    """A device for each rank, and the memory that each rank may take of it now."""
+    """A device for each rank, the memory that each rank may take of it now, and what it computes in."""
 
     names: tuple[str, ...]
     bytes_per_rank: int
+    auto_precision: Precision  # what "auto" comes to there
 
 
 async def usable_devices(choice: str, num_ranks: int | None = None) -> UsableDevices:
@@ -153,7 +155,20 @@ def _devices(
 
 def _looked_up(choice: str, num_ranks: int | None) -> UsableDevices:
     names = devices_of(choice, num_ranks)
-    return UsableDevices(names=names, bytes_per_rank=bytes_per_rank(names))
+    return UsableDevices(
+        names=names, bytes_per_rank=bytes_per_rank(names), auto_precision=_auto_precision(names)
+    )
+
+
+def _auto_precision(names: tuple[str, ...]) -> Precision:
+    if kind_of(names) == "cpu":
+        return "fp32"
+    import torch  # as above
+
+    from node.island.ranks.accelerator import dtype_of
+
+    in_bf16 = all(dtype_of("auto", torch.device(name)) is torch.bfloat16 for name in names)
+    return "bf16" if in_bf16 else "fp32"
 
 
 def free_bytes(root: Path = Path("/")) -> int:
