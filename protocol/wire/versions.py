@@ -6,7 +6,10 @@ peers and codecs have versions in their names, and never differ within a run.
 """
 
 from dataclasses import dataclass
+from functools import cache
+from hashlib import blake2b
 from importlib import metadata
+from pathlib import Path
 
 from protocol.errors import ProtocolMismatchError
 
@@ -26,12 +29,34 @@ NODE, COORDINATOR = "the node", "the coordinator"
 """Who speaks it."""
 
 
+OURS = ("atoll", "coordinator", "node", "protocol")
+"""Packages that Atoll is."""
+
+
+@cache
 def release() -> str:
-    """Which Atoll this is, for people; run from sources that nobody installed, it has no number."""
+    """Which Atoll this is, for people, as "0.1.0+3f2a1b9c": its release, and what its code comes to.
+
+    Of two states of the code between releases the first is the same, and machines must tell them apart.
+    Run from sources that nobody installed, it is of release 0.
+    """
     try:
-        return metadata.version("atoll")
+        number = metadata.version("atoll")
     except metadata.PackageNotFoundError:
-        return "(not installed: running from its sources)"
+        number = "0"
+    code = code_digest(Path(__file__).parents[2])
+    return f"{number}+{code}" if code else number
+
+
+def code_digest(root: Path) -> str:
+    """Eight hex digits, of each Python file of Atoll under `root`; none where it lies in an archive."""
+    digest = blake2b(digest_size=4)
+    files = sorted(file for room in OURS for file in (root / room).rglob("*.py"))
+    for file in files:
+        body = file.read_bytes()
+        digest.update(f"{file.relative_to(root).as_posix()} {len(body)}\n".encode())
+        digest.update(body)
+    return digest.hexdigest() if files else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

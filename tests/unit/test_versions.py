@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import sqlite3
 from importlib import metadata
 from pathlib import Path
@@ -26,7 +27,15 @@ from protocol.trust.rulings import RUN_OWNER, RulingKind
 from protocol.v1 import session_pb2, status_pb2
 from protocol.wire import versions
 from protocol.wire.rounds import OWN_LOOP, Digest, NodeId
-from protocol.wire.versions import DATABASE, OLDEST_WIRE, WIRE, refuse_foreign_wire, release
+from protocol.wire.versions import (
+    DATABASE,
+    OLDEST_WIRE,
+    OURS,
+    WIRE,
+    code_digest,
+    refuse_foreign_wire,
+    release,
+)
 from tests.unit.golden.golden_file import golden_bytes, matches_golden
 from tests.unit.swarm_scene import PLAIN_RULES as RULES
 
@@ -237,16 +246,36 @@ def test_a_later_key_that_says_something_is_part_of_the_run() -> None:
     assert told.digest() != spec.digest() and run_from_json(told.canonical_json()) == told
 
 
+def test_two_states_of_the_code_between_releases_are_told_apart(tmp_path: Path) -> None:
+    for room in OURS:
+        (tmp_path / room / "deeper").mkdir(parents=True)
+        (tmp_path / room / "deeper" / "one.py").write_text(f"{room}\n")
+    seen = {code_digest(tmp_path)}
+    (tmp_path / "node" / "deeper" / "one.py").write_text("node, mended\n")
+    seen.add(code_digest(tmp_path))
+    (tmp_path / "node" / "deeper" / "one.py").rename(tmp_path / "node" / "one.py")
+    seen.add(code_digest(tmp_path))
+    assert len(seen) == 3 and all(re.fullmatch("[0-9a-f]{8}", told) for told in seen)
+    (tmp_path / "node" / "notes.txt").write_text("no code")
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_one.py").touch()
+    assert code_digest(tmp_path) in seen, "only what runs counts"
+    assert code_digest(tmp_path / "tests") == "", "as in an archive"
+
+
 def test_sources_that_nobody_installed_have_no_number_and_run_all_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert release() == metadata.version("atoll")
+    code = code_digest(ROOT)
+    assert release() == f"{metadata.version('atoll')}+{code}"
 
     def missing(name: str) -> str:
         raise metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(metadata, "version", missing)
-    assert release() == "(not installed: running from its sources)"
+    release.cache_clear()
+    assert release() == f"0+{code}"
+    release.cache_clear()
     rooms = [
         file for room in ("coordinator", "node", "protocol") for file in (ROOT / room).rglob("*.py")
     ]
