@@ -30,6 +30,7 @@ from node.machine.limits import Limits
 from node.machine.placement import (
     num_ranks_of,
     refuse_small_helper,
+    system_bytes,
     training_bytes,
     what_a_start_checks,
 )
@@ -246,11 +247,11 @@ def _takes(
     if is_helper:
         yield f"it takes: up to {disk}"
     else:
-        memory = console.bytes_in_words(node_bytes(spec))
-        training = "what training takes"
+        memory, training = node_bytes(spec), "what training takes"
         if (of_rank := training_bytes(settings, spec, devices)) is not None:
+            memory += system_bytes(settings, spec, devices, settings.mesh_shape)
             training = f"about {console.bytes_in_words(of_rank)} for each rank on {devices[0]}"
-        yield f"it takes: {memory} of memory beside {training}, and up to {disk}"
+        yield f"it takes: {console.bytes_in_words(memory)} of memory beside {training}, and up to {disk}"
     checks: list[Callable[[], None]] = [records.require_room]
     if is_helper:
         checks.append(lambda: refuse_small_helper(spec, hardware))

@@ -19,6 +19,7 @@ from node.island.parallel.auto_mesh import (
     check_memory,
     check_node_memory,
     choose,
+    in_words,
     need_of,
     node_bytes,
 )
@@ -63,7 +64,9 @@ def mesh_for(
             is_copied=is_copied,
         )
     check_offload(has_offload=shape.has_offload, kind=kind)
-    check_memory(shape, spec, bytes_per_rank=bytes_per_rank, local=local, is_copied=is_copied)
+    check_memory(
+        shape, spec, bytes_per_rank=bytes_per_rank, local=local, is_copied=is_copied, kind=kind
+    )
     return Choice(shape=shape, reason="it is asked for")
 
 
@@ -81,6 +84,35 @@ def training_bytes(settings: NodeSettings, spec: RunSpec, devices: Sequence[str]
         return None
     local, is_copied = _trained_on(kind_of(tuple(devices)), settings)
     return need_of(settings.mesh_shape, spec, local, is_copied=is_copied).num_bytes
+
+
+def system_bytes(
+    settings: NodeSettings, spec: RunSpec, devices: Sequence[str], shape: MeshShape
+) -> int:
+    """What ranks on GPUs take of the system's memory: what they offload, and write checkpoints from."""
+    if kind_of(tuple(devices)) in ("cpu", "mps"):  # where all is in one memory
+        return 0
+    local = settings.local_training
+    offloaded = need_of(shape, spec, local).offloaded
+    copied = need_of(replace(shape, has_offload=False), spec, local).moments
+    return len(devices) * (offloaded + (copied if settings.checkpoint_every_rounds else 0))
+
+
+def _check_system_memory(
+    settings: NodeSettings, spec: RunSpec, devices: Sequence[str], shape: MeshShape, free: int
+) -> None:
+    own, of_ranks = node_bytes(spec), system_bytes(settings, spec, devices, shape)
+    if own + of_ranks <= free:
+        return
+    without = [
+        *(["offload = false"] if shape.has_offload else []),
+        *(["checkpoint_every_rounds = 0"] if settings.checkpoint_every_rounds else []),
+    ]
+    raise ConfigError(
+        f"this node takes about {in_words(own + of_ranks)} of the system's memory, of which {in_words(free)} "
+        f"are free: {in_words(own)} for the outer state, and {in_words(of_ranks)} that its ranks keep there",
+        next_step=f"free memory, raise the container's limit, or set {' or '.join(without)} in node.toml",
+    )
 
 
 def parted_batch(spec: RunSpec, shape: MeshShape, local: LocalTraining) -> str:
@@ -179,7 +211,7 @@ def refuse_what_cannot_work(settings: NodeSettings, spec: RunSpec, hardware: Har
     if devices is None:
         return
     on_cpu = kind_of(devices) == "cpu"
-    mesh_for(
+    choice = mesh_for(
         settings,
         spec,
         devices=devices,
@@ -187,6 +219,7 @@ def refuse_what_cannot_work(settings: NodeSettings, spec: RunSpec, hardware: Har
         if on_cpu
         else least_free_bytes(devices, hardware),
     )
+    _check_system_memory(settings, spec, devices, choice.shape, hardware.memory_bytes)
 
 
 def refuse_small_helper(spec: RunSpec, hardware: Hardware) -> None:

@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from node.machine.placement import (
     parted_batch,
     refuse_small_helper,
     refuse_what_cannot_work,
+    system_bytes,
     training_bytes,
 )
 from protocol.errors import ConfigError
@@ -64,6 +66,11 @@ def hardware_of(*gpu_gib: float, memory_gib: float = 512) -> Hardware:
         ({"mesh": "auto"}, hardware_of(1, 1), "do not fit 2 × 1.0 GiB"),
         ({"device": "cpu"}, hardware_of(memory_gib=8), "the outer state of 1,133,086,720"),
         ({}, hardware_of(80, memory_gib=8), "takes about 28.4 GiB of memory, and 8.0 GiB are free"),
+        ({}, hardware_of(80, memory_gib=36), "and 8.4 GiB that its ranks keep there"),
+        ({"offload": True}, hardware_of(16, memory_gib=50), "or set offload = false or"),
+        ({"micro_batch": 1}, hardware_of(8), "or set micro_batch or offload = true in node.toml"),
+        ({"micro_batch": 1, "compile": True}, hardware_of(8), "or set micro_batch in node.toml"),
+        ({"offload": True}, hardware_of(1), "a rank of the mesh 1 rank needs about"),
     ],
 )
 def test_what_cannot_work_is_refused_with_the_numbers(
@@ -82,6 +89,8 @@ def test_what_cannot_work_is_refused_with_the_numbers(
         ({"shard": 2}, hardware_of(24, 24)),
         ({"mesh": "auto"}, hardware_of(16, 16, 16, 16)),
         ({"device": "cpu", "tp": 2}, hardware_of(memory_gib=256)),
+        ({"checkpoint_every_rounds": 0}, hardware_of(80, memory_gib=36)),
+        ({"offload": True, "micro_batch": 1}, hardware_of(4)),
     ],
 )
 def test_what_may_work_is_not(changes: dict[str, object], hardware: Hardware) -> None:
@@ -107,6 +116,24 @@ def test_ranks_on_the_cpu_share_its_memory_with_the_node_itself() -> None:
     frugal = settings_of(device="cpu", checkpoint_every_rounds=0)
     mesh_for(frugal, LARGE, devices=("cpu",), bytes_per_rank=together - need.moments)
     mesh_for(on_gpu, LARGE, devices=("cuda:0",), bytes_per_rank=need.num_bytes)
+
+
+def test_what_is_offloaded_counts_in_the_memory_where_it_is() -> None:
+    plain, offloads = need_of(MeshShape(), LARGE), need_of(MeshShape(has_offload=True), LARGE)
+    assert offloads.parameters + offloads.gradients < plain.parameters / 5 and not offloads.moments
+    assert offloads.offloaded == plain.parameters + plain.gradients + plain.moments
+    keeps_all = need_of(MeshShape(has_offload=True, zero=2), LARGE)
+    assert keeps_all.parameters == plain.parameters, "between forward and backward"
+    split = need_of(MeshShape(shard=2, has_offload=True), LARGE)
+    assert split.offloaded == offloads.offloaded // 2
+    devices, shape = ("cuda:0", "cuda:1"), MeshShape(shard=2)
+    moments = need_of(shape, LARGE).moments
+    assert system_bytes(settings_of(shard=2), LARGE, devices, shape) == 2 * moments
+    without = settings_of(shard=2, checkpoint_every_rounds=0)
+    assert system_bytes(without, LARGE, devices, shape) == 0
+    offloading = replace(shape, has_offload=True)
+    assert system_bytes(without, LARGE, devices, offloading) == 2 * split.offloaded
+    assert system_bytes(settings_of(), LARGE, ("cpu",), MeshShape()) == 0
 
 
 def test_what_a_rank_takes_is_told_where_it_is_known_before_it_starts() -> None:

@@ -6,7 +6,7 @@ what just fits. The benchmark of islands compares them with what torch takes.
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from node.island.parallel.mesh_shape import (
@@ -40,6 +40,7 @@ class Need:
     activations: int
     copied: int = 0  # of the moments: a checkpoint is written from a copy, and training goes on
     process: int = _PROCESS_BYTES
+    offloaded: int = 0  # in the system's memory, beside all these, which are on the rank's device
 
     @property
     def num_bytes(self) -> int:
@@ -48,11 +49,11 @@ class Need:
         return trained + self.copied + self.process
 
     def __str__(self) -> str:
-        copied = f"{_words(self.copied)} copied for checkpoints, " if self.copied else ""
+        copied = f"{in_words(self.copied)} copied for checkpoints, " if self.copied else ""
         return (
-            f"{_words(self.parameters)} parameters, {_words(self.gradients)} gradients, "
-            f"{_words(self.moments)} of the optimizer's moments, {_words(self.activations)} activations, "
-            f"{copied}{_words(self.process)} torch"
+            f"{in_words(self.parameters)} parameters, {in_words(self.gradients)} gradients, "
+            f"{in_words(self.moments)} of the optimizer's moments, {in_words(self.activations)} activations, "
+            f"{copied}{in_words(self.process)} torch"
         )
 
 
@@ -67,9 +68,10 @@ class Choice:
 def need_of(
     shape: MeshShape, spec: RunSpec, local: LocalTraining = PLAIN, *, is_copied: bool = False
 ) -> Need:
-    """What the fullest rank takes, at the peak of an inner step.
+    """What the fullest rank takes of its device, at the peak of an inner step.
 
-    `is_copied`: in the same memory is what a checkpoint is written from.
+    `is_copied`: in the same memory is what a checkpoint is written from. Whoever offloads keeps there what
+    two layers take at a time, and all else in the system's memory; that was counted, not measured.
     """
     layers = math.ceil(spec.num_layers / shape.pipeline)
     per_layer, table = _sizes_of(spec)
@@ -82,18 +84,32 @@ def need_of(
         folded if shape.zero >= stage else 1 for stage in (1, 2, 3)
     )
     frozen = 0 if spec.description is None else spec.description.num_frozen // of_parameters
-    gathered = 0 if of_parameters == 1 else 2 * per_layer // shape.tensor + table // shape.tensor
+    held = values // of_parameters + frozen
+    gradients = values // (1 if local.accumulate == "whole" else of_gradients)
+    # Of two layers at a time, and of what belongs to none.
+    a_part = min(values, (2 * per_layer + table) // shape.tensor)
     of_adamw = (
         table // shape.tensor if spec.inner.optimizer == "muon" else 0
     )  # which Muon leaves to it
-    stepped = _MOMENTS[spec.inner.optimizer] * values + of_adamw
-    moments = _VALUE_BYTES * (stepped // of_moments)
+    stepped = (_MOMENTS[spec.inner.optimizer] * values + of_adamw) // of_moments
+    activations = _activation_bytes(shape, spec, layers, local)
+    if shape.has_offload:
+        a_part_of_frozen = 2 * frozen * of_parameters // max(2, layers)
+        return Need(
+            parameters=_VALUE_BYTES
+            * (a_part + a_part_of_frozen if shape.zero == 3 else values + frozen),
+            gradients=_VALUE_BYTES * a_part,
+            moments=0,
+            activations=activations,
+            offloaded=_VALUE_BYTES * (held + gradients + stepped),
+        )
+    gathered = 0 if of_parameters == 1 else a_part
     return Need(
-        parameters=_VALUE_BYTES * (values // of_parameters + frozen + gathered),
-        gradients=_VALUE_BYTES * (values // (1 if local.accumulate == "whole" else of_gradients)),
-        moments=moments,
-        activations=_activation_bytes(shape, spec, layers, local),
-        copied=moments if is_copied else 0,
+        parameters=_VALUE_BYTES * (held + gathered),
+        gradients=_VALUE_BYTES * gradients,
+        moments=_VALUE_BYTES * stepped,
+        activations=activations,
+        copied=_VALUE_BYTES * stepped if is_copied else 0,
     )
 
 
@@ -183,7 +199,7 @@ def check_holds(spec: RunSpec, need: int, memory_bytes: int) -> None:
     if need > memory_bytes:
         raise ConfigError(
             f"the outer state of {spec.num_parameters:,} parameters takes about "
-            f"{_words(need)} of memory, and {_words(memory_bytes)} are free",
+            f"{in_words(need)} of memory, and {in_words(memory_bytes)} are free",
             next_step="free memory, raise the container's limit, or take part with another machine",
         )
 
@@ -195,17 +211,32 @@ def check_memory(
     bytes_per_rank: int,
     local: LocalTraining = PLAIN,
     is_copied: bool = False,
+    kind: DeviceKind = "cpu",
 ) -> None:
     """Raises ConfigError when a rank cannot hold its part."""
     need = need_of(shape, spec, local, is_copied=is_copied)
     if need.num_bytes > bytes_per_rank:
-        without = " or checkpoint_every_rounds = 0" if is_copied else ""
+        instead = " or checkpoint_every_rounds = 0" if is_copied else ""
+        if kind in ("cuda", "xpu") and _would_fit_offloaded(shape, spec, local, bytes_per_rank):
+            instead += " or offload = true"
         raise ConfigError(
-            f"a rank of the mesh {shape} needs about {_words(need.num_bytes)} ({need}) and has "
-            f"{_words(bytes_per_rank)}",
-            next_step=f"take more ranks with shard or tp, or --mesh auto; or set micro_batch{without} in "
+            f"a rank of the mesh {shape} needs about {in_words(need.num_bytes)} ({need}) and has "
+            f"{in_words(bytes_per_rank)}",
+            next_step=f"take more ranks with shard or tp, or --mesh auto; or set micro_batch{instead} in "
             "node.toml",
         )
+
+
+def _would_fit_offloaded(
+    shape: MeshShape, spec: RunSpec, local: LocalTraining, bytes_per_rank: int
+) -> bool:
+    offloading = replace(shape, has_offload=True)
+    try:
+        check_shape(offloading, spec)
+        check_combination(offloading, local)
+    except ConfigError:
+        return False
+    return need_of(offloading, spec, local).num_bytes <= bytes_per_rank
 
 
 def choose(
@@ -239,10 +270,10 @@ def choose(
             continue
         need = wanted_bytes(need_of(shape, spec, local, is_copied=is_copied), kind)
         if need <= bytes_per_rank:
-            smaller = f"; {too_large[0][1]} needs {_words(too_large[0][0])}" if too_large else ""
+            smaller = f"; {too_large[0][1]} needs {in_words(too_large[0][0])}" if too_large else ""
             return Choice(
                 shape=shape,
-                reason=f"{why}: a rank needs about {_words(need)} of {_words(bytes_per_rank)}{smaller}",
+                reason=f"{why}: a rank needs about {in_words(need)} of {in_words(bytes_per_rank)}{smaller}",
             )
         too_large.append((need, shape))
     if not too_large and left_out is not None:
@@ -257,8 +288,8 @@ def choose(
     others = f". Of other meshes: {left_out.what}" if left_out else ""
     raise ConfigError(
         f"{spec.num_parameters:,} parameters do not fit {num_ranks} × "
-        f"{_words(bytes_per_rank)}: with {shape}, which needs least, a rank takes about "
-        f"{_words(least)} ({need_of(shape, spec, local, is_copied=is_copied)}){others}",
+        f"{in_words(bytes_per_rank)}: with {shape}, which needs least, a rank takes about "
+        f"{in_words(least)} ({need_of(shape, spec, local, is_copied=is_copied)}){others}",
         next_step="add ranks, free memory, or take part with a machine that has more",
     )
 
@@ -294,7 +325,7 @@ def _by_preference(num_ranks: int, kind: DeviceKind) -> Iterator[tuple[MeshShape
             yield shape, "layers must be spread, or the batch has too few samples"
 
 
-def _words(num_bytes: int) -> str:
+def in_words(num_bytes: int) -> str:
     """Such as "1.4 GiB"."""
     for unit, size in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20)):
         if num_bytes >= size:

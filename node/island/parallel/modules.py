@@ -149,7 +149,8 @@ def parts_of(
                 fully_shard(
                     modules,
                     mesh=mesh.devices[across],
-                    reshard_after_forward=shape.zero == 3 and shape.num_shards > 1,
+                    reshard_after_forward=shape.zero == 3
+                    and (shape.num_shards > 1 or shape.has_offload),
                     mp_policy=policy_of(gathered_in),
                     offload_policy=offload,
                 )
