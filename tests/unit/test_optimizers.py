@@ -127,6 +127,36 @@ def test_matrices_that_are_too_large_together_go_in_turn(monkeypatch: pytest.Mon
     assert all(torch.allclose(together[place], in_turn[place], atol=1e-5) for place in together)
 
 
+def test_what_is_offloaded_iterates_on_the_device_of_training(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    elsewhere = torch.device("meta")
+    seen: list[tuple[torch.device, torch.dtype]] = []
+
+    def iterated(x: torch.Tensor) -> torch.Tensor:
+        seen.append((x.device, x.dtype))
+        return torch.ones(x.shape, dtype=x.dtype)
+
+    monkeypatch.setattr("node.island.training.optimizers._iterated", iterated)
+    decoder = Decoder(MODEL)
+    muon, _ = inner_optimizers(
+        decoder,
+        InnerSection(optimizer="muon"),
+        iteration_dtype=torch.bfloat16,
+        iteration_device=elsewhere,
+    )
+    for parameter in decoder.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    before = [matrix.detach().clone() for matrix in muon.param_groups[0]["params"]]
+    muon.step()
+    assert set(seen) == {(elsewhere, torch.bfloat16)}
+    after = muon.param_groups[0]["params"]
+    assert all(
+        new.device.type == "cpu" and new.dtype == torch.float32 and (new < old).all()
+        for old, new in zip(before, after, strict=True)
+    )
+
+
 def test_a_step_takes_memory_for_few_matrices_however_many_there_are(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

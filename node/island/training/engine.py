@@ -269,6 +269,7 @@ class Engine:
             inner,
             roles=self._roles(),
             iteration_dtype=iteration_dtype_of(self.dtype, self._device),
+            iteration_device=self._device,
             gather=self._whole_matrices if has_parts else None,
         )
         return [self._spread(each) for each in whole] if self._mesh.shape.zero == 1 else whole

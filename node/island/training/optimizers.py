@@ -125,12 +125,14 @@ def inner_optimizers(
     *,
     roles: Roles | None = None,
     iteration_dtype: torch.dtype = torch.float32,
+    iteration_device: torch.device | None = None,
     gather: Gather | None = None,
 ) -> list[Optimizer]:
     """The optimizers that together step every trained parameter once; their order is fixed.
 
     `roles` says which parameters Muon takes and which are tables; by kind of module when it is not
-    given. `gather` is for models whose matrices are spread over ranks.
+    given. `gather` is for models whose matrices are spread over ranks; Muon iterates on
+    `iteration_device`, which need not be where an offloaded model is.
     """
     roles = roles_of(model) if roles is None else roles
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -147,6 +149,7 @@ def inner_optimizers(
                 momentum=inner.muon_momentum_or_default,
                 weight_decay=inner.weight_decay,
                 iteration_dtype=iteration_dtype,
+                iteration_device=iteration_device,
                 whole=gather(list(matrices)) if gather is not None else None,
             )
         )
@@ -262,10 +265,12 @@ class Muon(_Uncompiled):
         momentum: float,
         weight_decay: float,
         iteration_dtype: torch.dtype = torch.float32,
+        iteration_device: torch.device | None = None,
         whole: WholeMatrices | None = None,
     ) -> None:
         super().__init__(matrices, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
         self.iteration_dtype = iteration_dtype
+        self._iteration_device = iteration_device
         self._whole = whole
 
     @torch.no_grad()
@@ -292,27 +297,31 @@ class Muon(_Uncompiled):
 
     def _orthogonalised(self, directions: list[Tensor]) -> Iterable[tuple[int, Tensor]]:
         if self._whole is None:
-            return orthogonalised(directions, self.iteration_dtype)
+            return orthogonalised(directions, self.iteration_dtype, self._iteration_device)
         lower = [each.to(self.iteration_dtype) for each in directions]
         return enumerate(self._whole.apply(self._all_orthogonalised, lower))
 
     def _all_orthogonalised(self, matrices: list[Tensor]) -> list[Tensor]:
-        updates = dict(orthogonalised(matrices, self.iteration_dtype))
+        updates = dict(orthogonalised(matrices, self.iteration_dtype, self._iteration_device))
         return [updates[place] for place in range(len(matrices))]
 
 
-def orthogonalised(matrices: list[Tensor], dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:
-    """The place and about U Vᵀ of each matrix U S Vᵀ, in its own dtype: singular values 0.7 to 1.2.
+def orthogonalised(
+    matrices: list[Tensor], dtype: torch.dtype, device: torch.device | None = None
+) -> Iterator[tuple[int, Tensor]]:
+    """The place and about U Vᵀ of each matrix U S Vᵀ, where and as it is: singular values 0.7 to 1.2.
 
     Five steps of a Newton–Schulz iteration whose coefficients grow small singular values fastest
     and do not converge to exactly one (Jordan et al., 2024). Matrices of a shape go together, one
-    after the other come out: all of them would be as much memory as the model.
+    after the other come out: all of them would be as much memory as the model. They iterate on
+    `device`, if one is given: what a CPU keeps for a GPU takes it minutes.
     """
     for chunk in _chunks(matrices):
-        stacked = torch.stack([_lying(matrices[i]) for i in chunk]).to(dtype)  # [N, short, long]
+        lying = torch.stack([_lying(matrices[i]) for i in chunk])
+        stacked = lying.to(device or lying.device, dtype)  # [N, short, long]
         for i, update in zip(chunk, _iterated(stacked), strict=True):
             standing = update.T if matrices[i].shape[0] > matrices[i].shape[1] else update
-            yield i, standing.to(matrices[i].dtype)
+            yield i, standing.to(matrices[i])
 
 
 def _lying(matrix: Tensor) -> Tensor:
