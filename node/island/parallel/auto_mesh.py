@@ -74,23 +74,23 @@ def need_of(
     layers = math.ceil(spec.num_layers / shape.pipeline)
     per_layer, table = _sizes_of(spec)
     # A pipeline's rank has one table at most, at whichever end.
-    values = (spec.num_parameters if shape.pipeline == 1 else layers * per_layer + table) // (
-        shape.tensor
-    )
+    of_pipeline = layers * per_layer + table
+    whole = spec.num_parameters if shape.pipeline == 1 else of_pipeline
+    values, table = whole // shape.tensor, table // shape.tensor
     folded = shape.num_shards if shape.is_fully_sharded else shape.shard
     of_moments, of_gradients, of_parameters = (
         folded if shape.zero >= stage else 1 for stage in (1, 2, 3)
     )
     frozen = 0 if spec.description is None else spec.description.num_frozen // of_parameters
-    gathered = 0 if of_parameters == 1 else 2 * per_layer // shape.tensor + table // shape.tensor
-    of_adamw = (
-        table // shape.tensor if spec.inner.optimizer == "muon" else 0
-    )  # which Muon leaves to it
+    gathered = 0 if of_parameters == 1 else 2 * per_layer // shape.tensor + table
+    of_adamw = table if spec.inner.optimizer == "muon" else 0  # which Muon leaves to it
     stepped = _MOMENTS[spec.inner.optimizer] * values + of_adamw
     moments = _VALUE_BYTES * (stepped // of_moments)
+    if local.accumulate == "whole":
+        of_gradients = 1
     return Need(
         parameters=_VALUE_BYTES * (values // of_parameters + frozen + gathered),
-        gradients=_VALUE_BYTES * (values // (1 if local.accumulate == "whole" else of_gradients)),
+        gradients=_VALUE_BYTES * (values // of_gradients),
         moments=moments,
         activations=_activation_bytes(shape, spec, layers, local),
         copied=moments if is_copied else 0,
