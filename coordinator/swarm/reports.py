@@ -1,12 +1,13 @@
-"""What participants report of a round: trained, reduced, held; and what reducers keep of it. Pure."""
+"""What participants report of a round: trained, reduced, held, left out; and what reducers keep. Pure."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from coordinator.swarm.budgets import device_of, measured
-from coordinator.swarm.events import Tell, Turn
+from coordinator.swarm.events import LeftOutProven, Tell, Turn
 from coordinator.swarm.members import KeptError
-from coordinator.swarm.penalties import strike
+from coordinator.swarm.penalties import convict, strike
+from coordinator.swarm.retraction import go_back_before
+from coordinator.swarm.shares import device_of, measured
 from coordinator.swarm.state import (
     Round,
     RoundPhase,
@@ -15,6 +16,7 @@ from coordinator.swarm.state import (
     assignments_of,
     in_exchange,
     is_present,
+    name_of,
     others_in,
 )
 from coordinator.swarm.takeover import offer_to_deceived
@@ -171,6 +173,29 @@ def _with_agreements(
         return before
     kept = {index: agreement for index, agreement in own.items() if index not in reports}
     return {**before, node_id: kept | told}
+
+
+def left_out(turn: Turn, event: LeftOutProven) -> None:
+    """A reducer has left out a contribution that it gave a receipt for; heard until its round is settled."""
+    omission, current = event.omission, turn.state.open_round
+    if current is None or current.number != omission.round:
+        return
+    progress = current.slices[omission.slice_index]
+    place = progress.slice.reducer_id, progress.digest
+    is_known = any(c.node_id == omission.reducer_id for c in turn.state.convicted)
+    if place != (omission.reducer_id, omission.result) or progress.refused or is_known:
+        return
+    name, left = (name_of(turn.state, n) for n in (omission.reducer_id, omission.contributor_id))
+    reason = (
+        f"it left {left} out of slice {omission.slice_index} of round {omission.round}, whose "
+        f"contribution it had signed a receipt for"
+    )
+    convict(turn, omission.reducer_id, reason, event.evidence)
+    commit, index = current.commit, omission.slice_index
+    if commit is not None and commit.slices[index].digest is not None:
+        go_back_before(turn, omission.round, f"{name} is convicted: {reason}", event.evidence)
+    elif commit is None:
+        turn.put_slice(current, replace(progress, refused=f"{name} is convicted: {reason}"))
 
 
 # What reducers keep: the error that one adds must be what a committed result of its own has left.

@@ -38,12 +38,6 @@ from coordinator.swarm.events import (
     Woke,
 )
 from coordinator.swarm.explain import explain
-from coordinator.swarm.learned import (
-    learn_base,
-    learn_commit,
-    tell_learned,
-    tell_when_all_is_learned,
-)
 from coordinator.swarm.ledger import skip, trained_already
 from coordinator.swarm.membership import (
     applied,
@@ -57,8 +51,8 @@ from coordinator.swarm.membership import (
     stream_broken,
 )
 from coordinator.swarm.opening import open_round
-from coordinator.swarm.penalties import left_out, sound_convictions
-from coordinator.swarm.reports import results_held, slice_reduced, training_done
+from coordinator.swarm.penalties import sound_convictions
+from coordinator.swarm.reports import left_out, results_held, slice_reduced, training_done
 from coordinator.swarm.retraction import (
     decide_alarm,
     supply_anew,
@@ -69,7 +63,16 @@ from coordinator.swarm.retraction import (
 from coordinator.swarm.rounds import close_round, settle_round
 from coordinator.swarm.spot_checks import spot_checked
 from coordinator.swarm.standing import excuse, excuses_at, tell_training_ended
-from coordinator.swarm.start import end_waiting, start, wait_longer, waits_until
+from coordinator.swarm.start import (
+    end_waiting,
+    learn_base,
+    learn_commit,
+    start,
+    tell_learned,
+    tell_when_all_is_learned,
+    wait_longer,
+    waits_until,
+)
 from coordinator.swarm.state import RoundPhase, Rules, SwarmState, members_of
 from coordinator.swarm.steering import learn_rulings, rule
 from coordinator.swarm.takeover import (
