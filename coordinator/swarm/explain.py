@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from statistics import fmean, median
 
 from coordinator.swarm.deadlines import ROUNDS_NEEDED
-from coordinator.swarm.end import ends_at, finished_reason, is_at_end, is_evaluated, members_behind
+from coordinator.swarm.end import ends_at, finished_reason, is_evaluated, members_behind
 from coordinator.swarm.evaluation import awaited_writers, may_be_evaluated
 from coordinator.swarm.going_back import rounds_in_reach
 from coordinator.swarm.members import Member, MemberState
@@ -52,7 +52,7 @@ def explain(state: SwarmState, now: float) -> str:
         return _round_in_flight(state, state.open_round, now)
     if state.alarm is not None:
         return f"the run is about to go back by itself: {state.alarm.reason}"
-    if is_at_end(state):
+    if state.is_at_end:
         return _end(state, now)
     if state.paused is not None:
         return paused_in_words(state.paused)
