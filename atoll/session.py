@@ -535,9 +535,8 @@ class Session:
             case "adopt":
                 weights.adopt(order["fragment"], is_taken=order["is_taken"])
                 self._optimizers.forget_curvature()
-                if (
-                    order["fragment"] is None
-                ):  # as of the first weights; one round's are near the last
+                # As of the first weights; one round's are near the last.
+                if order["fragment"] is None:
                     assert self._statistics is not None
                     self._statistics.settle_vectors()
                 self.is_replaced = True

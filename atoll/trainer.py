@@ -132,9 +132,8 @@ class TrainerCallback(Base):
         self._tokens_per_step = tokens_per_step
         self._follows_learning_rate = follows_learning_rate
         self._join_arguments = join_arguments
-        self._counts: list[
-            int | Tensor
-        ] = []  # of the step's forward passes, maybe of several threads
+        # Of the step's forward passes, maybe of several threads.
+        self._counts: list[int | Tensor] = []
         self._step_count: int | Tensor | None = None  # of all of them, where the trainer tells it
         self._losses: list[Tensor] = []  # of the same forward passes …
         self._sharers = (

@@ -23,9 +23,8 @@ class Training:
     ends_at: float  # on this machine's monotonic clock
     progress_span: tuple[float, float]  # of the run, at the first inner step and at the last
     rates: dict[str, float]  # by the run file's keys of [inner]: as amended, at the schedule's peak
-    rate_shares: tuple[
-        float, ...
-    ]  # of those rates, at inner steps evenly from the first to the last
+    # Of those rates, at inner steps evenly from the first to the last.
+    rate_shares: tuple[float, ...]
     began_at: float
     read: dict[str, float] = field(default_factory=dict)  # what the loop has last read of them
     steps: int = 0

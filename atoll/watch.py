@@ -278,9 +278,7 @@ class Watch:
         if optimizer not in self._known:
             self._known.add(optimizer)
             handle = optimizer.register_step_post_hook(self._leaves)
-            hooks: Any = (
-                optimizer._optimizer_step_post_hooks
-            )  # an ordered dictionary, as all of torch's
+            hooks: Any = optimizer._optimizer_step_post_hooks  # ordered, as all of torch's
             hooks.move_to_end(handle.id, last=False)
             self._handles.append(handle)
 

@@ -113,13 +113,12 @@ class Rotation:
         """The folder's authority with its key. Raises BadDataError for a key that is not the authority's."""
         beside = key_beside(self.key_path)
         key_pem = read_authority_key(self.key_path, passphrase)
-        if (
-            not is_key_of(key_pem, home.authority_pem)
-            and beside.is_file()
-            and is_key_of(new_pem := read_authority_key(beside, passphrase), home.authority_pem)
-        ):  # the change before was cut off after its new keys had become the folder's
-            key_pem = new_pem
-            beside.replace(self.key_path)
+        if not is_key_of(key_pem, home.authority_pem) and beside.is_file():
+            new_pem = read_authority_key(beside, passphrase)
+            # The change before was cut off after its new keys had become the folder's.
+            if is_key_of(new_pem, home.authority_pem):
+                key_pem = new_pem
+                beside.replace(self.key_path)
             sync_folder(self.key_path.parent)
         if not is_key_of(key_pem, home.authority_pem):
             raise BadDataError(

@@ -166,10 +166,8 @@ def write_lost_anew(run_file: Path) -> list[Path]:
             if kept is None:
                 return []
             run = run_from_json(kept[1])
-            if (
-                run_file.exists() and run.description is None
-            ):  # nothing is lost; a state may be large
-                return []
+            if run_file.exists() and run.description is None:
+                return []  # nothing is lost; a state may be large
             state = row_of(connection, "swarm")
         if state is None:
             return []

@@ -168,9 +168,10 @@ async def _run(
         from node.records import Records  # with kernels, for which no error of typing waits
 
         num_ranks = 0 if is_helper else settings.ranks_here
-        Records.of(
+        records = Records.of(
             folder, settings, spec, rules=link.rules, history=History(None), num_ranks=num_ranks
-        ).require_room()  # the daemon asks again, for the ranks that there come to be
+        )
+        records.require_room()  # the daemon asks again, for the ranks that there come to be
         log.info(
             "run", name=spec.run.name, rounds=spec.run.rounds, coordinator=credentials.endpoint
         )

@@ -52,9 +52,8 @@ class Expected:
     """What one more node gives and moves in a day, as far as those that are there show it."""
 
     tokens: float | None  # None: no node of its kind trains now
-    moved_bytes: (
-        float | None
-    )  # each way, for what one sends another gets; None: before the first round
+    # Each way, for what one sends another gets; None: before the first round.
+    moved_bytes: float | None
 
 
 def expected_a_day(status: status_pb2.GetStatusResponse, *, kind: str, limits: Limits) -> Expected:

@@ -119,13 +119,8 @@ def kept_corpus(folder: Path, run_digest: Digest) -> CorpusSummary | None:
             if key.endswith("digest") and value is not None
         }
         return CorpusSummary(**kept | digests)
-    except (
-        FileNotFoundError,
-        ValueError,
-        KeyError,
-        TypeError,
-    ):  # of a version that kept another one
-        return None
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return None  # of a version that kept another one
 
 
 def places_of(folder: Path, *, base: str | None, typed_in: Path) -> DataPlaces:

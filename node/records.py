@@ -25,9 +25,7 @@ class Records:
     """What a node keeps of one run, and what that takes at most."""
 
     state: StateOnDisk
-    checkpoints: (
-        CheckpointFolder | None
-    )  # where ranks keep their inner optimizer's state, if they do
+    checkpoints: CheckpointFolder | None  # of the ranks' inner optimizer, if they keep any
     budget: DiskBudget
     retention: Retention
     needs: tuple[Need, ...]

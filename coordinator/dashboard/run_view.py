@@ -21,6 +21,8 @@ from protocol.terminal.node_words import (
     by_name,
     copies_in_words,
     counted_in_words,
+    cut_off,
+    cut_pairs,
     device_in_words,
     heard_in_words,
     is_present,
@@ -52,7 +54,6 @@ from protocol.terminal.status_words import (
     stands_in_words,
     training_loss,
 )
-from protocol.terminal.ways import cut_off, cut_pairs
 from protocol.v1 import status_pb2 as pb
 from protocol.wire.rounds import OWN_LOOP
 from protocol.wire.vitals import loss_in_words, upload_in_words

@@ -26,7 +26,6 @@ from itertools import accumulate
 
 from coordinator.swarm.events import Tell, Turn
 from coordinator.swarm.going_back import latest_in_reach
-from coordinator.swarm.lots import drawn, lot
 from coordinator.swarm.members import BARRED, Audit, Finding, MemberState, Verdict
 from coordinator.swarm.penalties import MOST_CONTRADICTED, contradict, convict, strike, was_silent
 from coordinator.swarm.retraction import go_back_before
@@ -40,7 +39,15 @@ from coordinator.swarm.state import (
     names_of,
     next_round,
 )
-from coordinator.swarm.weighing import is_enough, say_of, unchecked, weight_of, weights_of
+from coordinator.swarm.weighing import (
+    drawn,
+    is_enough,
+    lot,
+    say_of,
+    unchecked,
+    weight_of,
+    weights_of,
+)
 from protocol.trust.evidence import of_findings, of_nonsense
 from protocol.wire.findings import Audited
 from protocol.wire.messages import AuditAsked

@@ -14,7 +14,7 @@ from coordinator.swarm.events import Turn
 from coordinator.swarm.ledger import committed_samples, end_ahead, lease_again, reopen, settle
 from coordinator.swarm.members import Member, Screening, Work
 from coordinator.swarm.state import SwarmState
-from coordinator.swarm.weighing import credited, earned, taken_back
+from coordinator.swarm.weighing import HALF_LIFE_ROUNDS, KEPT_STRETCHES
 from protocol.wire.payload import WireTotals, grown
 from protocol.wire.rounds import WHOLE, Commit, NodeId, training_in
 
@@ -94,6 +94,73 @@ def without_evaluations_since(state: SwarmState, number: int) -> SwarmState:
         written=tuple(one for one in state.written if one.round < number),
         end_waits_until=None,
     )
+
+
+# Confirmed work
+
+
+def credited(state: SwarmState, commit: Commit) -> Mapping[NodeId, int]:
+    """Tokens of confirmed work that a commit brings its contributors; of what was clipped its factor."""
+    num_elements = max(1, sum(outcome.num_elements for outcome in commit.slices))
+    sums: dict[NodeId, int] = {}
+    for outcome in commit.slices:
+        factors = outcome.factors or [WHOLE] * len(outcome.contributors)
+        for contributor, factor in zip(outcome.contributors, factors, strict=True):
+            tokens = contributor.tokens * outcome.num_elements * factor // WHOLE
+            sums[contributor.node_id] = sums.get(contributor.node_id, 0) + tokens
+    current = state.open_round
+    most: dict[NodeId, int] = {}
+    if current is not None and current.number == commit.round:
+        step_tokens = state.rules.batch * state.rules.context
+        most = {n: steps * step_tokens for n, steps in current.credible_steps.items()}
+        most |= {
+            n: min(trained.tokens, most.get(n, trained.tokens))
+            for n, trained in current.trained.items()
+        }
+    return {n: min(tokens // num_elements, most.get(n, tokens)) for n, tokens in sums.items()}
+
+
+def earned(work: Work, round_number: int, tokens: int) -> Work:
+    """A member's work with what a round brought it."""
+    if not tokens:
+        return work
+    stretch = round_number // HALF_LIFE_ROUNDS
+    sums = dict(work.by_stretch)
+    sums[stretch] = sums.get(stretch, 0) + tokens
+    kept = sorted((s, t) for s, t in sums.items() if t and s > stretch - KEPT_STRETCHES)
+    return Work(by_stretch=tuple(kept), newest_round=round_number, newest_tokens=tokens)
+
+
+def taken_back(work: Work, round_number: int, *, at_most: int = 0) -> Work:
+    """The same without what that round brought: exactly, where it is the newest that brought anything.
+
+    Of an earlier one the commit says what it brought at most, in the same stretch.
+    """
+    tokens = work.newest_tokens if work.newest_round == round_number else at_most
+    if not tokens:
+        return work
+    stretch = round_number // HALF_LIFE_ROUNDS
+    sums = ((s, max(0, t - tokens * (s == stretch))) for s, t in work.by_stretch)
+    newest = (
+        (0, 0) if work.newest_round >= round_number else (work.newest_round, work.newest_tokens)
+    )
+    return Work(
+        by_stretch=tuple((s, t) for s, t in sums if t),
+        newest_round=newest[0],
+        newest_tokens=newest[1],
+    )
+
+
+def without_rounds_after(work: Work, round_number: int) -> Work:
+    """The same once what later rounds brought has been taken from it, and is the newest of it no more."""
+    stretch = round_number // HALF_LIFE_ROUNDS
+    kept = tuple((s, t) for s, t in work.by_stretch if s <= stretch)
+    if work.newest_round > round_number:
+        return Work(by_stretch=kept)
+    return replace(work, by_stretch=kept)
+
+
+# Screening, and bytes
 
 
 def screenings_of(commit: Commit) -> Mapping[NodeId, Screening]:

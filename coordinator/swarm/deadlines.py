@@ -218,11 +218,10 @@ def _rounded(seconds: float) -> str:
 def times_at_commit(state: SwarmState, current: Round, now: float) -> PhaseTimes:
     """The measurements with those of a round that closes now: all phases but the last."""
     times = state.phase_times
-    nodes = [
-        n
-        for n in training_among(current, awaited_participants(state, current))
-        if current.hurried_at is None or current.trained_at.get(n, 0.0) < current.hurried_at
-    ]  # who was told to end trained for as long as it was let
+    nodes: Sequence[NodeId] = training_among(current, awaited_participants(state, current))
+    if (hurried_at := current.hurried_at) is not None:
+        # Who was told to end trained for as long as it was let.
+        nodes = [n for n in nodes if current.trained_at.get(n, 0.0) < hurried_at]
     steady = [n for n in nodes if state.members[n].session_id < current.later_session_id]
     unheard = [n for n in steady if n not in current.trained]
     if not steady or (unheard and now < current.train_deadline):

@@ -17,7 +17,7 @@ SILENT_HEARTBEATS = 2
 
 
 def end_run(turn: Turn) -> None:
-    """Ends the run once its final state is evaluated and taken over by all who are here, or time is up.
+    """Ends a run at its end once its final state is evaluated and taken over by all here, or time is up.
 
     Where nobody who is here can evaluate, it ends without that. A node that evaluates has as long as
     the run file gives for applying, and so has the final model to write. Members that are behind have
@@ -26,7 +26,7 @@ def end_run(turn: Turn) -> None:
     the run does not end; after that it waits anew.
     """
     state = turn.state
-    if state.is_finished or not is_at_end(state) or state.alarm is not None:
+    if state.is_finished or state.alarm is not None:
         return
     if state.unsupplied_since is not None:
         turn.state = replace(state, evaluating=None, end_waits_until=None)
@@ -66,11 +66,6 @@ def _heard_until(state: SwarmState, member: Member) -> float:
     lease = state.rules.lease_seconds
     silence = max(SILENT_HEARTBEATS * lease / HEARTBEATS_PER_LEASE, next_apply_seconds(state))
     return member.lease_until - lease + silence
-
-
-def is_at_end(state: SwarmState) -> bool:
-    """Whether the last round is over: its state is agreed on."""
-    return state.committed_round == state.rules.total_rounds and state.outer_digest is not None
 
 
 def is_evaluated(state: SwarmState) -> bool:

@@ -11,7 +11,6 @@ from dataclasses import replace
 
 from coordinator.swarm.events import GoBack, Tell, Turn
 from coordinator.swarm.losses import alarm_of, middle_loss
-from coordinator.swarm.lots import drawn
 from coordinator.swarm.members import Member
 from coordinator.swarm.state import (
     KEPT_WRITTEN,
@@ -25,7 +24,15 @@ from coordinator.swarm.state import (
     is_present,
     present_members,
 )
-from coordinator.swarm.weighing import Kind, common_corpus, kind_of, say_of, unchecked, weights_of
+from coordinator.swarm.weighing import (
+    Kind,
+    common_corpus,
+    drawn,
+    kind_of,
+    say_of,
+    unchecked,
+    weights_of,
+)
 from protocol.wire.messages import Evaluated, EvaluationAsked, Wrote
 from protocol.wire.rounds import NodeId, book_of_data
 

@@ -47,9 +47,7 @@ class HeartbeatSeen(Condition):
     outer_digest: Digest
     outer_incarnation: int = 0
     rates: LinkRates = UNMEASURED
-    outside: tuple[
-        str, ...
-    ] = ()  # multiaddresses that its router shows to those that look, by IPv4
+    outside: tuple[str, ...] = ()  # multiaddresses by IPv4 that its router shows to those that look
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from statistics import fmean, median
 
-from coordinator.swarm.budgets import budgets_in_words, schedule_in_words
 from coordinator.swarm.deadlines import ROUNDS_NEEDED
-from coordinator.swarm.end import ends_at, finished_reason, is_at_end, is_evaluated, members_behind
+from coordinator.swarm.end import ends_at, finished_reason, is_evaluated, members_behind
 from coordinator.swarm.evaluation import awaited_writers, may_be_evaluated
 from coordinator.swarm.going_back import rounds_in_reach
 from coordinator.swarm.members import Member, MemberState
+from coordinator.swarm.opening import schedule_in_words
 from coordinator.swarm.retraction import (
     goes_on_from,
     takes_back_at,
@@ -21,6 +21,7 @@ from coordinator.swarm.retraction import (
     waits_for_a_holder,
 )
 from coordinator.swarm.rounds import awaited_appliers, is_undecided
+from coordinator.swarm.shares import budgets_in_words
 from coordinator.swarm.standing import returning
 from coordinator.swarm.start import bringing, missing, waits_until
 from coordinator.swarm.state import (
@@ -51,7 +52,7 @@ def explain(state: SwarmState, now: float) -> str:
         return _round_in_flight(state, state.open_round, now)
     if state.alarm is not None:
         return f"the run is about to go back by itself: {state.alarm.reason}"
-    if is_at_end(state):
+    if state.is_at_end:
         return _end(state, now)
     if state.paused is not None:
         return paused_in_words(state.paused)
@@ -231,9 +232,7 @@ def _round_in_flight(state: SwarmState, current: Round, now: float) -> str:
     if current.phase is RoundPhase.TRAINING:
         left = left_in_words(state, current.train_deadline, now)
         return f"training: {trained}, {left}{_asked(state, current)}"
-    waits: dict[
-        str, list[int]
-    ] = {}  # slices, of which a large model has many, by what each waits for
+    waits: dict[str, list[int]] = {}  # slices, which may be many, by what each waits for
     for progress in current.slices:
         if not is_undecided(state, current, progress):
             continue

@@ -18,12 +18,12 @@ from itertools import pairwise
 from typing import Any
 
 from coordinator.swarm.agreement import judge
-from coordinator.swarm.books import without_open_round, without_rounds
+from coordinator.swarm.books import without_open_round, without_rounds, without_rounds_after
 from coordinator.swarm.events import Turn, Undone
 from coordinator.swarm.ledger import Ledger
-from coordinator.swarm.opposed import without_rounds_undone
+from coordinator.swarm.penalties import without_rounds_undone
 from coordinator.swarm.state import KEPT_ROUNDS, Say, SwarmState, name_of, present_members
-from coordinator.swarm.weighing import is_enough, say_of, unchecked, without_rounds_after
+from coordinator.swarm.weighing import is_enough, say_of, unchecked
 from protocol.errors import TemporaryError, UsageError
 from protocol.trust.rulings import NOBODY, Ruling
 from protocol.wire.rounds import Commit, NodeId, RoundSpan

@@ -68,7 +68,7 @@ class Standing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Against:
-    """Whether most of the others contradict a member: coordinator.swarm.opposed has the rules."""
+    """Whether most of the others contradict a member: coordinator.swarm.penalties has the rules."""
 
     rounds: int = 0  # that speak against it, and are not outweighed by others
     num_times_out: int = 0

@@ -3,23 +3,22 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from coordinator.swarm.budgets import (
-    budgets_in_words,
-    capped_in_words,
-    schedule_in_words,
-    step_budgets,
-    usual_speeds,
-)
 from coordinator.swarm.deadlines import next_deadlines
 from coordinator.swarm.events import Tell, Turn
 from coordinator.swarm.ledger import Places, end_ahead, lease, num_samples_of
 from coordinator.swarm.members import Member
-from coordinator.swarm.opposed import sitting_out_in_words
-from coordinator.swarm.penalties import may_reduce
+from coordinator.swarm.penalties import may_reduce, sitting_out_in_words
 from coordinator.swarm.reach import best_reducers, newcomers, ways_between, ways_in_words
 from coordinator.swarm.retraction import unfollowed
 from coordinator.swarm.rounds import plan_of
-from coordinator.swarm.shares import reducer_shares, shares_in_words
+from coordinator.swarm.shares import (
+    budgets_in_words,
+    capped_in_words,
+    reducer_shares,
+    shares_in_words,
+    step_budgets,
+    usual_speeds,
+)
 from coordinator.swarm.spot_checks import plan_for_checks
 from coordinator.swarm.standing import counted_on
 from coordinator.swarm.state import (
@@ -324,3 +323,11 @@ def _leased(
         )
         for node_id, inner_steps in asked.items()
     )
+
+
+def schedule_in_words(rules: Rules, clock: int) -> str:
+    """What the plan's reason adds once the schedule has come to its end before the run."""
+    end = rules.schedule.ends_at_tokens
+    if end is None or clock < end:
+        return ""
+    return f"; the learning rate stays at its end: total_tokens = {end} are trained"

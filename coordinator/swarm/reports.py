@@ -1,24 +1,28 @@
-"""What participants report of a round: trained, reduced, held; and what reducers keep of it. Pure."""
+"""What participants report of a round: trained, reduced, held, or why not; and what reducers keep. Pure."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from coordinator.swarm.budgets import device_of, measured
-from coordinator.swarm.events import Tell, Turn
-from coordinator.swarm.members import KeptError
-from coordinator.swarm.penalties import strike
+from coordinator.swarm.events import LeftOutProven, RefusalSeen, Tell, Turn
+from coordinator.swarm.members import KeptError, Refusal
+from coordinator.swarm.penalties import convict, strike
+from coordinator.swarm.retraction import go_back_before
+from coordinator.swarm.shares import device_of, measured
 from coordinator.swarm.state import (
     Round,
     RoundPhase,
     SliceProgress,
     SwarmState,
+    as_set,
     assignments_of,
     in_exchange,
     is_present,
+    name_of,
     others_in,
 )
 from coordinator.swarm.takeover import offer_to_deceived
-from protocol.wire.messages import Held, ParticipantsIdle, Reduced, Trained
+from coordinator.swarm.weighing import deciders, is_enough, say_in
+from protocol.wire.messages import Held, ParticipantsIdle, Reduced, ResultsSilent, Trained
 from protocol.wire.rounds import (
     Assignment,
     Commit,
@@ -171,6 +175,80 @@ def _with_agreements(
         return before
     kept = {index: agreement for index, agreement in own.items() if index not in reports}
     return {**before, node_id: kept | told}
+
+
+def left_out(turn: Turn, event: LeftOutProven) -> None:
+    """A reducer has left out a contribution that it gave a receipt for; heard until its round is settled."""
+    omission, current = event.omission, turn.state.open_round
+    if current is None or current.number != omission.round:
+        return
+    progress = current.slices[omission.slice_index]
+    place = progress.slice.reducer_id, progress.digest
+    is_known = any(c.node_id == omission.reducer_id for c in turn.state.convicted)
+    if place != (omission.reducer_id, omission.result) or progress.refused or is_known:
+        return
+    name, left = (name_of(turn.state, n) for n in (omission.reducer_id, omission.contributor_id))
+    reason = (
+        f"it left {left} out of slice {omission.slice_index} of round {omission.round}, whose "
+        f"contribution it had signed a receipt for"
+    )
+    convict(turn, omission.reducer_id, reason, event.evidence)
+    commit, index = current.commit, omission.slice_index
+    if commit is not None and commit.slices[index].digest is not None:
+        go_back_before(turn, omission.round, f"{name} is convicted: {reason}", event.evidence)
+    elif commit is None:
+        turn.put_slice(current, replace(progress, refused=f"{name} is convicted: {reason}"))
+
+
+def refusal_seen(turn: Turn, event: RefusalSeen) -> None:
+    """Remembers who has signed that the result of a slice's reducer does not decode: of each the latest.
+
+    It may come before the reducer's own report, and of another result than that: then it was lied to.
+    """
+    told, member_id, index = event.refused, event.node_id, event.refused.slice_index
+    current = in_exchange(turn.state, told.round, member_id)
+    if current is None or not 0 <= index < len(current.slices):
+        return
+    progress = current.slices[index]
+    if event.result.sender_id != progress.slice.reducer_id or member_id == event.result.sender_id:
+        return
+    before = {refusal.node_id: refusal for refusal in progress.refusals}
+    known = before.get(member_id)
+    if known is not None and known.refused.digest in (progress.digest, told.digest):
+        return
+    before[member_id] = Refusal(node_id=member_id, refused=told)
+    after = tuple(before[node_id] for node_id in sorted(before))
+    turn.put_slice(current, replace(progress, refusals=after))
+    offer_to_deceived(turn, index, (member_id,))
+
+
+def note_most_held(turn: Turn, node_id: NodeId) -> None:
+    """Remembers since when members that decide hold more than half of the results, each of them.
+
+    The node has just said what it holds.
+    """
+    state, current = turn.state, turn.state.uncommitted_round
+    if current is None or current.most_held_at is not None:
+        return
+    half = len(current.slices) / 2
+    if len(current.held.get(node_id, ())) <= half:
+        return
+    among = deciders(state, current, is_late=False)
+    holding = [n for n, results in current.held.items() if len(results) > half]
+    here = as_set(among).intersection(holding)
+    if is_enough(say_in(state, current, among), here, among):
+        turn.put_round(replace(current, most_held_at=turn.now))
+
+
+def results_silent(turn: Turn, node_id: NodeId, round: int, report: ResultsSilent) -> None:
+    """Remembers of which results nothing comes to a participant."""
+    current = in_exchange(turn.state, round, node_id)
+    if current is None:
+        return
+    silent = tuple(sorted({i for i in report.slice_indexes if i < len(current.slices)}))
+    if silent != current.silent.get(node_id, ()):
+        told = {**current.silent, node_id: silent}
+        turn.put_round(replace(current, silent=told, silent_at=turn.now))
 
 
 # What reducers keep: the error that one adds must be what a committed result of its own has left.

@@ -10,8 +10,7 @@ from coordinator.swarm.bounds import bounded, norms_after, stride_of
 from coordinator.swarm.deadlines import times_at_commit, times_when_applied
 from coordinator.swarm.events import Tell, Turn
 from coordinator.swarm.members import MemberState
-from coordinator.swarm.opposed import note_contradicted
-from coordinator.swarm.penalties import contradict, rest_of_void
+from coordinator.swarm.penalties import contradict, note_contradicted, rest_of_void
 from coordinator.swarm.reports import errors_after, forget_errors
 from coordinator.swarm.retraction import retract_lost
 from coordinator.swarm.standing import await_returning, note_appliers, note_parts

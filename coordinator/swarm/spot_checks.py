@@ -22,15 +22,17 @@ from dataclasses import replace
 
 from coordinator.swarm.audit import STAGE_ROUNDS
 from coordinator.swarm.events import Tell, Turn
-from coordinator.swarm.lots import drawn, lot, number_of
 from coordinator.swarm.members import Member, MemberState, SpotCheck, SpotFinding, Work
 from coordinator.swarm.penalties import MOST_CONTRADICTED, convict
 from coordinator.swarm.state import Round, Say, SwarmState, is_present, present_members
 from coordinator.swarm.weighing import (
     Kind,
     can_check,
+    drawn,
     is_enough,
     kind_of,
+    lot,
+    number_of,
     say_of,
     unchecked,
     unchecked_of,

@@ -350,9 +350,9 @@ def _at_fault(turn: Turn, node_id: NodeId, number: int) -> None:
     turn.put_member(replace(member, standing=standing))
 
 
-def rounds_out(num_times: int) -> int:
+def rounds_out(num_times: int, *, first: int = 1) -> int:
     """How many rounds somebody stays away that is at fault for the so many-th time: 1, 2, 4 and so on."""
-    return min(MOST_ROUNDS_OUT, 1 << (num_times - 1))
+    return min(MOST_ROUNDS_OUT, first << (num_times - 1))
 
 
 def _in_time(turn: Turn, node_id: NodeId) -> None:

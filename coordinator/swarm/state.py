@@ -382,6 +382,11 @@ class SwarmState:
         return self.finished_at is not None
 
     @property
+    def is_at_end(self) -> bool:
+        """Whether the last round is over: its state is agreed on."""
+        return self.committed_round == self.rules.total_rounds and self.outer_digest is not None
+
+    @property
     def uncommitted_round(self) -> Round | None:
         """The round in flight until it is committed: nodes train or exchange, and do not apply."""
         current = self.open_round

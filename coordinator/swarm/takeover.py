@@ -24,11 +24,11 @@ Reducers give up contributions sooner than that (node.exchange.round.transition)
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import islice
 
-from coordinator.swarm.events import RefusalSeen, Tell, Turn
-from coordinator.swarm.members import PRESENT, Member, MemberState, Refusal
+from coordinator.swarm.events import Tell, Turn
+from coordinator.swarm.members import PRESENT, Member, MemberState
 from coordinator.swarm.penalties import convict, is_void_again, may_reduce, note_unmade, rest
 from coordinator.swarm.reach import best_reducers, cut_off_from, newcomers
 from coordinator.swarm.standing import late_helper
@@ -37,7 +37,6 @@ from coordinator.swarm.state import (
     SliceProgress,
     SwarmState,
     as_set,
-    in_exchange,
     is_present,
     name_of,
     others_in,
@@ -53,79 +52,47 @@ from coordinator.swarm.weighing import (
     say_in,
 )
 from protocol.trust.evidence import of_refusals
-from protocol.wire.messages import ResultOffered, ResultsSilent, SliceTakenOver
+from protocol.wire.messages import ResultOffered, SliceTakenOver
 from protocol.wire.rounds import NodeId
-
-STUCK_TIMES, STUCK_LEAST_SECONDS, STUCK_AGAIN = 5.0, 30.0, 1.5
-"""A round waits so many times as long as it took until most results had reached those who decide, or so much
-longer than that; then less than half of the slices, which too few hold, are given to others. Then so many
-times again."""
-
-SILENT_TIMES, SILENT_LEAST_SECONDS = 1.25, 2.0
-"""Likewise for results of which nothing comes, or whose reducers had some given up lately. From when it is
-made each has the part beyond 1 at least."""
-
-UNMADE_TIMES, UNMADE_LEAST_SECONDS = 1.45, 4.5
-"""Likewise for results that are not made. A reducer that itself waits for somebody of whom nothing comes has
-made its own by then (node.exchange.round.transition)."""
-
-UNMADE_AGAIN_TIMES, UNMADE_AGAIN_LEAST_SECONDS, UNMADE_ROUNDS = 1.1, 1.0, 16
-"""Likewise where others had to make a slice of the reducer in one of so many rounds before. And where most
-results lack its work: it has been waited for already."""
 
 LEAST_SECONDS = 1.0
 """With less time before the commit deadline no backup could collect, reduce and hand out."""
 
 
-def refusal_seen(turn: Turn, event: RefusalSeen) -> None:
-    """Remembers who has signed that the result of a slice's reducer does not decode: of each the latest.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wait:
+    """How long a slice may keep a round from its end, by what it took until most results had reached most."""
 
-    It may come before the reducer's own report, and of another result than that: then it was lied to.
-    """
-    told, member_id, index = event.refused, event.node_id, event.refused.slice_index
-    current = in_exchange(turn.state, told.round, member_id)
-    if current is None or not 0 <= index < len(current.slices):
-        return
-    progress = current.slices[index]
-    if event.result.sender_id != progress.slice.reducer_id or member_id == event.result.sender_id:
-        return
-    before = {refusal.node_id: refusal for refusal in progress.refusals}
-    known = before.get(member_id)
-    if known is not None and known.refused.digest in (progress.digest, told.digest):
-        return
-    before[member_id] = Refusal(node_id=member_id, refused=told)
-    after = tuple(before[node_id] for node_id in sorted(before))
-    turn.put_slice(current, replace(progress, refusals=after))
-    offer_to_deceived(turn, index, (member_id,))
+    times: float  # as long as that
+    least_seconds: float  # or so much longer than that
+
+    def in_all(self, took: float) -> float:
+        """Seconds since the round was opened."""
+        return max(self.times * took, took + self.least_seconds)
+
+    def beyond(self, took: float) -> float:
+        """Seconds since most results had reached those who decide."""
+        return max((self.times - 1) * took, self.least_seconds)
 
 
-def note_most_held(turn: Turn, node_id: NodeId) -> None:
-    """Remembers since when members that decide hold more than half of the results, each of them.
+SLOW = Wait(times=5.0, least_seconds=30.0)
+"""For results that are made, and may come over a slow link; and for all while most have not reached those
+who decide. Then the slices that too few hold are given to others, where they are less than half."""
 
-    The node has just said what it holds.
-    """
-    state, current = turn.state, turn.state.uncommitted_round
-    if current is None or current.most_held_at is not None:
-        return
-    half = len(current.slices) / 2
-    if len(current.held.get(node_id, ())) <= half:
-        return
-    among = deciders(state, current, is_late=False)
-    holding = [n for n, results in current.held.items() if len(results) > half]
-    here = as_set(among).intersection(holding)
-    if is_enough(say_in(state, current, among), here, among):
-        turn.put_round(replace(current, most_held_at=turn.now))
+SILENT = Wait(times=1.25, least_seconds=2.0)
+"""For results of which nothing comes, or whose reducers had some given up lately. From when it is made each
+has the part beyond 1 at least."""
 
+UNMADE = Wait(times=1.45, least_seconds=4.5)
+"""For results that are not made. A reducer that itself waits for somebody of whom nothing comes has made its
+own by then (node.exchange.round.transition)."""
 
-def results_silent(turn: Turn, node_id: NodeId, round: int, report: ResultsSilent) -> None:
-    """Remembers of which results nothing comes to a participant."""
-    current = in_exchange(turn.state, round, node_id)
-    if current is None:
-        return
-    silent = tuple(sorted({i for i in report.slice_indexes if i < len(current.slices)}))
-    if silent != current.silent.get(node_id, ()):
-        told = {**current.silent, node_id: silent}
-        turn.put_round(replace(current, silent=told, silent_at=turn.now))
+UNMADE_AGAIN, UNMADE_ROUNDS = Wait(times=1.1, least_seconds=1.0), 16
+"""Where others had to make a slice of the reducer in one of so many rounds before. And where most results
+lack its work: it has been waited for already."""
+
+STUCK_AGAIN = 1.5
+"""So many times as long it takes until it is looked again."""
 
 
 def take_over(turn: Turn) -> None:
@@ -230,23 +197,22 @@ def _stuck_at(state: SwarmState, current: Round, progress: SliceProgress) -> flo
     assert most_at is not None
     took = most_at - since
     lately = _lately_given_up(state, current, progress)
-    is_made, is_known = progress.digest is not None, current.most_held_at is not None
+    is_made = progress.digest is not None
     if is_made and (lately or _is_silent(state, current, progress)):
         assert progress.reduced_at is not None
-        more = max((SILENT_TIMES - 1) * took, SILENT_LEAST_SECONDS)
-        if _is_missed(current, progress.slice.reducer_id):
-            more = UNMADE_AGAIN_LEAST_SECONDS
+        is_missed = _is_missed(current, progress.slice.reducer_id)
+        more = UNMADE_AGAIN.least_seconds if is_missed else SILENT.beyond(took)
         at = more + max(most_at, progress.reduced_at)
         at = at if lately else max(at, current.silent_at)
-    elif is_made or not is_known:
-        at = since + max(STUCK_TIMES * took, took + STUCK_LEAST_SECONDS)
+    elif is_made or current.most_held_at is None:
+        at = since + SLOW.in_all(took)
     elif lately or _is_missed(current, progress.slice.reducer_id):
-        at = since + max(UNMADE_AGAIN_TIMES * took, took + UNMADE_AGAIN_LEAST_SECONDS)
+        at = since + UNMADE_AGAIN.in_all(took)
     else:
-        at = since + max(UNMADE_TIMES * took, took + UNMADE_LEAST_SECONDS)
+        at = since + UNMADE.in_all(took)
     if progress.moved_at is not None:
         more = (STUCK_AGAIN - 1) * (progress.moved_at - since)
-        at = max(at, progress.moved_at + max(more, UNMADE_LEAST_SECONDS))
+        at = max(at, progress.moved_at + max(more, UNMADE.least_seconds))
     return at
 
 

@@ -38,12 +38,6 @@ from coordinator.swarm.events import (
     Woke,
 )
 from coordinator.swarm.explain import explain
-from coordinator.swarm.learned import (
-    learn_base,
-    learn_commit,
-    tell_learned,
-    tell_when_all_is_learned,
-)
 from coordinator.swarm.ledger import skip, trained_already
 from coordinator.swarm.membership import (
     applied,
@@ -57,8 +51,16 @@ from coordinator.swarm.membership import (
     stream_broken,
 )
 from coordinator.swarm.opening import open_round
-from coordinator.swarm.penalties import left_out, sound_convictions
-from coordinator.swarm.reports import results_held, slice_reduced, training_done
+from coordinator.swarm.penalties import sound_convictions
+from coordinator.swarm.reports import (
+    left_out,
+    note_most_held,
+    refusal_seen,
+    results_held,
+    results_silent,
+    slice_reduced,
+    training_done,
+)
 from coordinator.swarm.retraction import (
     decide_alarm,
     supply_anew,
@@ -69,16 +71,19 @@ from coordinator.swarm.retraction import (
 from coordinator.swarm.rounds import close_round, settle_round
 from coordinator.swarm.spot_checks import spot_checked
 from coordinator.swarm.standing import excuse, excuses_at, tell_training_ended
-from coordinator.swarm.start import end_waiting, start, wait_longer, waits_until
+from coordinator.swarm.start import (
+    end_waiting,
+    learn_base,
+    learn_commit,
+    start,
+    tell_learned,
+    tell_when_all_is_learned,
+    wait_longer,
+    waits_until,
+)
 from coordinator.swarm.state import RoundPhase, Rules, SwarmState, members_of
 from coordinator.swarm.steering import learn_rulings, rule
-from coordinator.swarm.takeover import (
-    next_overdue,
-    note_most_held,
-    refusal_seen,
-    results_silent,
-    take_over,
-)
+from coordinator.swarm.takeover import next_overdue, take_over
 from protocol.wire.findings import Audited, SpotChecked
 from protocol.wire.messages import (
     Applied,
@@ -133,37 +138,41 @@ def step(state: SwarmState, event: Event, now: float) -> Transition:
     _take_in(turn, event)
     # The order makes one pass enough: no decision can enable one before it.
     expire_leases(turn)
-    is_waiting = isinstance(event, Started) or turn.state.awaited is not None
-    end_waiting(turn)
-    if is_waiting:
+    if isinstance(event, Started) or turn.state.awaited is not None:
+        end_waiting(turn)
         sound_convictions(turn)  # of before a restart, as the alarm
         sound_alarm(turn)
     if turn.state.awaited is None:
         _decide(turn, round_before=state.committed_round)
     else:
         give_up_evaluation(turn)
-    tell_when_all_is_learned(turn)
+    if turn.state.has_untold:
+        tell_when_all_is_learned(turn)
     return Transition(state=turn.state, actions=tuple(turn.actions), at=now)
 
 
 def _decide(turn: Turn, *, round_before: int) -> None:
     """What becomes of rounds, and of the run."""
-    agree_on_initial_state(turn)
+    if not turn.state.committed_round:
+        agree_on_initial_state(turn)
     excuse(turn)
     tell_training_ended(turn)
     take_over(turn)
     decide_audits(turn)
-    decide_alarm(turn)
+    if turn.state.alarm is not None:
+        decide_alarm(turn)
     close_round(turn)
     settle_round(turn)
     supply_anew(turn)
-    watch_going_back(turn)
+    if turn.state.rolled_back or turn.state.unfollowed is not None:
+        watch_going_back(turn)
     if turn.state.committed_round != round_before:
         forget_long_gone(turn)
     give_up_evaluation(turn)
     open_round(turn)
     ask_if_due(turn)  # after the plan: its node trains and contributes first
-    end_run(turn)
+    if turn.state.is_at_end:
+        end_run(turn)
 
 
 def next_deadline(state: SwarmState) -> float | None:
@@ -181,7 +190,13 @@ def next_deadline(state: SwarmState) -> float | None:
         deadlines.append(round_.apply_deadline if is_applying else round_.commit_deadline)
         if is_applying and round_.returns_until is not None:
             deadlines.append(round_.returns_until)
-    others = (next_overdue, excuses_at, next_audit_end, takes_back_at, withdraws_at, ends_at)
+    others = [next_overdue, excuses_at, next_audit_end]
+    if state.unsupplied_since is not None:
+        others.append(takes_back_at)
+    if state.unfollowed is not None:
+        others.append(withdraws_at)
+    if state.end_waits_until is not None:
+        others.append(ends_at)
     deadlines += [at for of in others if (at := of(state)) is not None]
     return min(deadlines, default=None)
 

@@ -9,7 +9,7 @@ coordinator that learn the same commits agree, and a round that is taken back le
 There is no cap for a single key: whoever has much work could have split it over many, and a cap by the
 number of keys would let many small ones take the say of a large one. A helper earns nothing and weighs
 nothing: that it may reduce is the run owner's word. A member can earn no more in a round
-than twice the mean of its participants (coordinator.swarm.budgets). An invite is not free, and may be one
+than twice the mean of its participants (coordinator.swarm.shares). An invite is not free, and may be one
 person with many keys whose work nobody has checked yet. So the largest weighs less than all others together,
 and at most twice what is usual among these. The run owner may say that an invite is of machines of his own:
 those weigh by their work alone.
@@ -35,6 +35,8 @@ from enum import StrEnum
 from itertools import accumulate, pairwise
 from typing import TypeVar
 
+from blake3 import blake3
+
 from coordinator.swarm.members import PRESENT, Member, Work
 from coordinator.swarm.state import (
     Round,
@@ -47,7 +49,7 @@ from coordinator.swarm.state import (
     present_members,
     present_participants,
 )
-from protocol.wire.rounds import OWN_LOOP, Commit, CorpusSummary, Digest, NodeId
+from protocol.wire.rounds import OWN_LOOP, CorpusSummary, Digest, NodeId
 from protocol.wire.rounds import WHOLE as WHOLE_FACTOR
 
 Told = TypeVar("Told")
@@ -63,68 +65,7 @@ WHOLE = 1 << 40
 """What an invite weighs while nobody has confirmed work; its members share it."""
 
 
-# Earning
-
-
-def credited(state: SwarmState, commit: Commit) -> Mapping[NodeId, int]:
-    """Tokens of confirmed work that a commit brings its contributors; of what was clipped its factor."""
-    num_elements = max(1, sum(outcome.num_elements for outcome in commit.slices))
-    sums: dict[NodeId, int] = {}
-    for outcome in commit.slices:
-        factors = outcome.factors or [WHOLE_FACTOR] * len(outcome.contributors)
-        for contributor, factor in zip(outcome.contributors, factors, strict=True):
-            tokens = contributor.tokens * outcome.num_elements * factor // WHOLE_FACTOR
-            sums[contributor.node_id] = sums.get(contributor.node_id, 0) + tokens
-    current = state.open_round
-    most: dict[NodeId, int] = {}
-    if current is not None and current.number == commit.round:
-        step_tokens = state.rules.batch * state.rules.context
-        most = {n: steps * step_tokens for n, steps in current.credible_steps.items()}
-        most |= {
-            n: min(trained.tokens, most.get(n, trained.tokens))
-            for n, trained in current.trained.items()
-        }
-    return {n: min(tokens // num_elements, most.get(n, tokens)) for n, tokens in sums.items()}
-
-
-def earned(work: Work, round_number: int, tokens: int) -> Work:
-    """A member's work with what a round brought it."""
-    if not tokens:
-        return work
-    stretch = round_number // HALF_LIFE_ROUNDS
-    sums = dict(work.by_stretch)
-    sums[stretch] = sums.get(stretch, 0) + tokens
-    kept = sorted((s, t) for s, t in sums.items() if t and s > stretch - KEPT_STRETCHES)
-    return Work(by_stretch=tuple(kept), newest_round=round_number, newest_tokens=tokens)
-
-
-def taken_back(work: Work, round_number: int, *, at_most: int = 0) -> Work:
-    """The same without what that round brought: exactly, where it is the newest that brought anything.
-
-    Of an earlier one the commit says what it brought at most, in the same stretch.
-    """
-    tokens = work.newest_tokens if work.newest_round == round_number else at_most
-    if not tokens:
-        return work
-    stretch = round_number // HALF_LIFE_ROUNDS
-    sums = ((s, max(0, t - tokens * (s == stretch))) for s, t in work.by_stretch)
-    newest = (
-        (0, 0) if work.newest_round >= round_number else (work.newest_round, work.newest_tokens)
-    )
-    return Work(
-        by_stretch=tuple((s, t) for s, t in sums if t),
-        newest_round=newest[0],
-        newest_tokens=newest[1],
-    )
-
-
-def without_rounds_after(work: Work, round_number: int) -> Work:
-    """The same once what later rounds brought has been taken from it, and is the newest of it no more."""
-    stretch = round_number // HALF_LIFE_ROUNDS
-    kept = tuple((s, t) for s, t in work.by_stretch if s <= stretch)
-    if work.newest_round > round_number:
-        return Work(by_stretch=kept)
-    return replace(work, by_stretch=kept)
+# Deciding
 
 
 def worth(work: Work, round_number: int) -> int:
@@ -132,9 +73,6 @@ def worth(work: Work, round_number: int) -> int:
     stretch = round_number // HALF_LIFE_ROUNDS
     ages = ((stretch - s, t) for s, t in work.by_stretch)
     return sum(t << (KEPT_STRETCHES - 1 - age) for age, t in ages if 0 <= age < KEPT_STRETCHES)
-
-
-# Deciding
 
 
 def say_of(
@@ -267,6 +205,31 @@ def heaviest(say: Say, reports: Mapping[NodeId, Told]) -> Told:
     for node_id in sorted(reports):
         votes.setdefault(reports[node_id], []).append(node_id)
     return min(votes, key=lambda told: (-weight_of(say, votes[told]), votes[told][0]))
+
+
+# Drawing, by a secret that members do not know: who is audited, checked, or asked for a loss
+
+
+def number_of(state: SwarmState, *of: object) -> int:
+    """A number of 63 bits, another one for each thing that it is drawn for, and in each incarnation."""
+    place = ", ".join(map(str, (*of, state.incarnation)))
+    digest = blake3(state.audit_secret + place.encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
+
+
+def lot(state: SwarmState, *of: object) -> float:
+    """A number from 0 to 1, likewise."""
+    return number_of(state, *of) / 2.0**63
+
+
+def drawn(state: SwarmState, may: Sequence[Told], weights: Sequence[float], *of: object) -> Told:
+    """One of some, each as likely as it weighs."""
+    left = lot(state, *of) * sum(weights)
+    for each, weight in zip(may, weights, strict=True):
+        left -= weight
+        if left < 0:
+            return each
+    return may[-1]
 
 
 # Holding

@@ -243,9 +243,8 @@ class Network:
         self._lets_out: dict[str, int] = {}  # the one port of TCP that a host may dial
         self._largest: dict[str, int] = {}
         self._narrow: dict[tuple[str, str], int] = {}
-        self._known: dict[
-            str, set[bytes]
-        ] = {}  # conversations, of hosts whose router forgot others
+        # Conversations, of hosts whose router forgot others.
+        self._known: dict[str, set[bytes]] = {}
         self.num_strays = 0  # packets for nobody in here
         self.traffic = {(one, other): Traffic() for one in links for other in links if one != other}
         for host, link in links.items():

@@ -127,9 +127,8 @@ class Fault:
 
     def _fire(self, round: int | None, phase: str | None) -> None:
         now = self._clock()
-        if (
-            not self._strike()
-        ):  # nothing to strike: a rank that is just starting, a node that is away
+        # Nothing to strike may be a rank that is just starting, or a node that is away.
+        if not self._strike():
             if self._due_at is not None:
                 self._due_at = now + STRIKE_AGAIN_SECONDS
             return

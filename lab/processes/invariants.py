@@ -45,9 +45,8 @@ class Evidence:
     nodes: Sequence[Mapping[str, Any]]  # of `atoll nodes --json`
     data: Mapping[str, Any]  # of `atoll data --json`
     taken: Sequence[Places]  # of the commits in the coordinator's database
-    contributors: Mapping[
-        int, frozenset[str]
-    ]  # round -> names of nodes whose work is in its commit
+    # Names of nodes whose work is in a round's commit, by the round.
+    contributors: Mapping[int, frozenset[str]]
 
 
 def gather(swarm: RealSwarm) -> Evidence:

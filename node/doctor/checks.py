@@ -38,9 +38,8 @@ from protocol.run.run_spec import RunSpec
 from protocol.service.limits import require_open_files
 from protocol.terminal import console
 from protocol.terminal.console import printable
-from protocol.terminal.node_words import is_present
+from protocol.terminal.node_words import NARROW, NARROW_STEP, is_present, ways_of
 from protocol.terminal.query import StatusLink
-from protocol.terminal.ways import NARROW, NARROW_STEP, ways_of
 from protocol.trust.credentials import LINK_FILE, Credentials
 from protocol.trust.handshake import proxy_in_words
 from protocol.trust.identity import Identity

@@ -11,7 +11,7 @@ from typing import Literal
 from node.machine.addresses import OwnAddress, require_interface, told_addresses
 from node.machine.hardware import SETTINGS, congestion_control, setting
 from protocol.errors import AtollError, ExitCode
-from protocol.terminal.ways import NARROW, NARROW_STEP
+from protocol.terminal.node_words import NARROW, NARROW_STEP
 
 Verdict = Literal["fine", "note", "advice", "wrong"]
 """A note is for who wants to know; advice makes things better; only what is wrong keeps a node from

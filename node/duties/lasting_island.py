@@ -305,10 +305,8 @@ class LastingIsland:
             self.is_restarting = False
 
     def _count(self, death: RankDiedError) -> None:
-        if isinstance(
-            death, LostPieceError
-        ):  # node.island.data.supply counts those, for each piece
-            return
+        if isinstance(death, LostPieceError):
+            return  # node.island.data.supply counts those, for each piece
         now = asyncio.get_running_loop().time()
         self._deaths = [at for at in self._deaths if now - at < DEATHS_SECONDS] + [now]
         # Hangs may be further apart than that, each as long as it took to be noticed.

@@ -4,7 +4,7 @@ Pure, on numbers: norms come from mean.py, and whoever reduces applies what is d
 
 A mean without bounds is its longest contribution's: one sender in eight with a thousandfold gradient
 replaces the model. So each norm is measured against the median of all by their votes, which the plan gives
-them for their confirmed work (coordinator.swarm.opposed), in what it may honestly be:
+them for their confirmed work (coordinator.swarm.penalties), in what it may honestly be:
 
     measure = norm / (by work * by lateness)
 

@@ -43,8 +43,9 @@ class InnerWork:
         There, neither the first inner step nor the last has the rate of a schedule's end, which may be 0.
         """
         part = (self.steps_before + step + 0.5) / (self.steps_before + self.inner_steps)
-        span = Schedule.of(spec).span_of(self.round)
-        if self.progress_begin is not None:  # amendments have changed the number of rounds
+        if self.progress_begin is None:
+            span = Schedule.of(spec).span_of(self.round)
+        else:  # amendments have changed the number of rounds
             span = Span(begin=self.progress_begin, end=self.progress_end)
         return Position.at(
             spec.inner,

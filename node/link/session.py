@@ -403,9 +403,8 @@ class Session:
                 rulings_digest=self._rulings.digest,
             ):
                 self._node.on_message(message)
-        except (
-            CertificateRefusedError
-        ) as error:  # what that comes to is the next attach's to find out
+        except CertificateRefusedError as error:
+            # What that comes to is the next attach's to find out.
             raise TemporaryError(error.what, next_step=error.next_step) from error
         raise TemporaryError("the coordinator ended the stream of messages")
 

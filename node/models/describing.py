@@ -83,9 +83,8 @@ def describe_asked(folder: Path, source: Path | None, asked: Asked) -> dict[str,
     model_vocab_size = None
     notes: list[str] = []
     if source is not None and asked.by != "function":
-        read_json(
-            source / CONFIG
-        )  # what is no folder of a model is told without loading transformers
+        # What is no folder of a model is told without loading transformers.
+        read_json(source / CONFIG)
     data, vocab_size, there = _data_of(source, asked)
     if (packed := there.get("packed_context")) is not None:
         asked = replace(asked, context=_as_packed(packed, asked, notes))

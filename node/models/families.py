@@ -336,9 +336,8 @@ def _written_of(model: DecoderModel, family: Family) -> Iterator[tuple[str, Any]
             sliding = tuple(range(model.num_layers)) if model.sliding_window is not None else ()
         kinds = ("full_attention", "sliding_attention")
         yield "use_sliding_window", model.sliding_window is not None
-        if (
-            sliding == tuple(range(model.num_layers))[-len(sliding) :]
-        ):  # else layer_types alone say it
+        are_last = sliding == tuple(range(model.num_layers))[-len(sliding) :]
+        if are_last:  # else layer_types alone say it
             yield "max_window_layers", sliding[0]
         yield "layer_types", [kinds[i in sliding] for i in range(model.num_layers)]
 

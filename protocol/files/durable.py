@@ -370,9 +370,8 @@ def write_atomically(path: Path, *data: bytes | memoryview, mode: int = 0o644) -
         name.replace(path)
         sync_folder(path.parent)
     except BaseException as error:
-        with contextlib.suppress(
-            OSError
-        ):  # it is gone once it has taken its name, or never had one
+        # It is gone once it has taken its name, or never had one.
+        with contextlib.suppress(OSError):
             name.unlink()
         if isinstance(error, OSError):
             raise refusal_to_write(path, error) from error

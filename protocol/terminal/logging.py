@@ -83,9 +83,8 @@ class SparseWarnings:
     """
 
     def __init__(self) -> None:
-        self._seen: dict[
-            tuple[str, ...], tuple[int, int]
-        ] = {}  # how often, and in which round last
+        # How often, and in which round last.
+        self._seen: dict[tuple[str, ...], tuple[int, int]] = {}
 
     def __call__(
         self, _logger: object, method: str, event: structlog.typing.EventDict
@@ -120,9 +119,8 @@ class SparseLines:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._shown_at: dict[
-            tuple[str, int], deque[float]
-        ] = {}  # by text, and how many may be shown
+        # By text, and how many may be shown.
+        self._shown_at: dict[tuple[str, int], deque[float]] = {}
         self._left_out: Counter[str] = Counter()
 
     def __call__(

@@ -84,15 +84,15 @@ def nodes(context: click.Context, is_watching: bool, is_json: bool, directory: P
     if not answer.nodes:
         click.echo("no node has taken part yet; 'atoll invite create' makes an invite for one")
         return
-    from protocol.terminal.node_facts import node_facts
     from protocol.terminal.node_words import (
         by_name,
         copies_in_words,
         counted_in_words,
+        cut_off,
         name_of,
+        node_facts,
         state_in_words,
     )
-    from protocol.terminal.ways import cut_off
 
     facts = [node_facts(node) for node in by_name(answer.nodes)]
     counted = counted_in_words(answer.run)
@@ -143,8 +143,7 @@ def show_node(name: str, is_json: bool, directory: Path | None) -> None:
     Example:
       atoll nodes show basement-4090
     """
-    from protocol.terminal.node_facts import node_details
-    from protocol.terminal.node_words import by_name, name_of
+    from protocol.terminal.node_words import by_name, name_of, node_details
 
     with StatusLink(directory) as link:
         answer = link.status()

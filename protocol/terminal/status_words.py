@@ -12,8 +12,14 @@ from protocol.terminal.console import (
     printable,
     seconds_in_words,
 )
-from protocol.terminal.node_words import GONE, copies_in_words, is_present, screening_in_words
-from protocol.terminal.ways import MOST_NAMED, cut_off
+from protocol.terminal.node_words import (
+    GONE,
+    MOST_NAMED,
+    copies_in_words,
+    cut_off,
+    is_present,
+    screening_in_words,
+)
 from protocol.v1 import status_pb2 as pb
 from protocol.wire.rounds import OWN_LOOP
 from protocol.wire.vitals import loss_in_words

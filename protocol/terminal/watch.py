@@ -22,6 +22,7 @@ from protocol.terminal.node_words import (
     by_name,
     copies_in_words,
     counted_in_words,
+    cut_off,
     name_of,
     rates_in_words,
     short_name,
@@ -50,7 +51,6 @@ from protocol.terminal.status_words import (
     what_people_wait_for,
     written_in_words,
 )
-from protocol.terminal.ways import cut_off
 from protocol.v1 import status_pb2 as pb
 from protocol.wire.vitals import loss_in_words, upload_in_words
 

@@ -10,9 +10,9 @@ from structlog.testing import capture_logs
 
 from coordinator.swarm.standing import BRIEF_TRIAL_SECONDS, LEAST_TRIAL_SECONDS, TRIAL_MARGIN
 from coordinator.swarm.takeover import (
-    SILENT_LEAST_SECONDS,
-    UNMADE_AGAIN_LEAST_SECONDS,
-    UNMADE_LEAST_SECONDS,
+    SILENT,
+    UNMADE,
+    UNMADE_AGAIN,
 )
 from lab.simulation.swarm import Life, SimulatedRun, identity_of
 from node.exchange.codecs.codec import CodecError
@@ -162,7 +162,7 @@ def test_who_keeps_its_results_has_another_one_make_them_and_no_round_lasts_to_i
     monkeypatch.setattr(Pushes, "start", keeping)
     attacked = run_with_an_idler(corpus, deadlines=LONG)
     assert not attacked.final.rulings
-    assert max(seconds_of(attacked)) <= 5 + SILENT_LEAST_SECONDS + 0.5
+    assert max(seconds_of(attacked)) <= 5 + SILENT.least_seconds + 0.5
     assert not has_void_slices(attacked)
     assert attacked.final.members[LIAR].audits.num_void > 0
     assert attacked.held_out[-1].loss < 1.03 * clean.held_out[-1].loss
@@ -194,8 +194,8 @@ def test_who_makes_no_results_lengthens_a_round_by_half_and_the_next_ones_by_a_l
     assert not attacked.final.rulings
     assert not has_void_slices(attacked)
     longest, *others = sorted(seconds_of(attacked), reverse=True)
-    assert 5 < longest <= 5 + UNMADE_LEAST_SECONDS + 0.5
-    assert others[0] <= 5 + UNMADE_AGAIN_LEAST_SECONDS + 0.5
+    assert 5 < longest <= 5 + UNMADE.least_seconds + 0.5
+    assert others[0] <= 5 + UNMADE_AGAIN.least_seconds + 0.5
     assert attacked.final.members[LIAR].audits.back_at_round == 0, "others could have it rest else"
     assert attacked.held_out[-1].loss < 1.03 * clean.held_out[-1].loss
 

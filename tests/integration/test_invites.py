@@ -22,7 +22,7 @@ from protocol.errors import (
     UnavailableError,
     UsageError,
 )
-from protocol.terminal.node_facts import node_details
+from protocol.terminal.node_words import node_details
 from protocol.trust.credentials import Credentials
 from protocol.trust.enrolment import enrol
 from protocol.trust.identity import Identity

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.swarm.opposed import FEWEST_ROUNDS_OUT, MOST_AGAINST
+from coordinator.swarm.penalties import FEWEST_ROUNDS_OUT, MOST_AGAINST
 from lab.simulation.swarm import Life, simulate
 from node.island.data.dataset import read_corpus
 from tests.integration.liar import LIES

@@ -13,7 +13,7 @@ from structlog.testing import capture_logs
 
 from coordinator.swarm.bounds import MOST_TIMES_USUAL
 from coordinator.swarm.members import Against, MemberState
-from coordinator.swarm.opposed import MOST_AGAINST
+from coordinator.swarm.penalties import MOST_AGAINST
 from lab.simulation.swarm import Life, SimulatedRun, identity_of, simulate
 from node.disk.round_folder import Retention
 from node.exchange.giving import Push, Pushes

@@ -7,12 +7,12 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from coordinator.swarm.books import earned
 from coordinator.swarm.members import Member, MemberState, Work
 from coordinator.swarm.standing import LEAST_TRIAL_SECONDS, TRIAL_MARGIN
 from coordinator.swarm.transition import initial_state
 from coordinator.swarm.weighing import (
     cap_of,
-    earned,
     heaviest,
     is_enough,
     say_of,

@@ -7,7 +7,7 @@ from itertools import combinations
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from coordinator.swarm.opposed import spoken_against
+from coordinator.swarm.penalties import spoken_against
 from coordinator.swarm.state import Say
 from coordinator.swarm.weighing import votes_of
 from node.exchange.screening import (

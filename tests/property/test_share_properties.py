@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from coordinator.swarm.shares import EQUAL_FROM, LEAST_OF_EQUAL, MOST_OF_EQUAL, reducer_shares
+from coordinator.swarm.shares import EQUAL_LINK_FROM, LEAST_OF_EQUAL, MOST_OF_EQUAL, reducer_shares
 from protocol.wire.rounds import BLOCK, NodeId, cut_into_slices
 from protocol.wire.vitals import LinkRates
 from tests.property.effort import examples
@@ -66,7 +66,7 @@ def test_slices_by_bandwidth_are_not_done_later_than_equal_ones(
     shares = reducer_shares(links, all_may(links))
     equal = (1 / len(links),) * len(links)
     # What counts as equal, and crumbs that others take over, may cost this much.
-    assert seconds(links, shares) <= 1.3 / EQUAL_FROM * seconds(links, equal)
+    assert seconds(links, shares) <= 1.3 / EQUAL_LINK_FROM * seconds(links, equal)
 
 
 @examples(100)
@@ -114,7 +114,7 @@ def test_with_helpers_shares_are_the_whole_and_not_later_than_the_helpers_alone(
         assert share == 0 or may_it
         assert is_helper or share <= most * (1 + 1e-9)
     equal = tuple(is_helper / len(helpers) for is_helper in helps)
-    slack = 1.3 / EQUAL_FROM
+    slack = 1.3 / EQUAL_LINK_FROM
     assert seconds_with(links, helps, shares) <= slack * seconds_with(links, helps, equal)
 
 

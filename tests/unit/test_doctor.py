@@ -31,7 +31,7 @@ from protocol.errors import ConfigError, ExitCode, SystemRefusedError, Unavailab
 from protocol.files.durable import FolderLock
 from protocol.run.amendments import amended
 from protocol.run.run_spec import RunSpec
-from protocol.terminal.ways import ways_of
+from protocol.terminal.node_words import ways_of
 from protocol.trust.credentials import LINK_FILE
 from protocol.trust.rulings import SignedRuling
 from protocol.v1.status_pb2 import NODE_STATE_READY, NodeStatus

@@ -9,12 +9,13 @@ from click.testing import CliRunner, Result
 
 from protocol.errors import NotPermittedError, UnavailableError, UsageError
 from protocol.terminal import nodes as nodes_command
-from protocol.terminal.node_facts import node_details, node_facts
 from protocol.terminal.node_words import (
     copies_in_words,
     device_in_words,
     memory_in_words,
     mfu_in_words,
+    node_details,
+    node_facts,
     time_in_words,
 )
 from protocol.terminal.query import StatusLink

@@ -11,7 +11,7 @@ from coordinator.services.status import StatusDesk
 from coordinator.store import Store
 from coordinator.streams import Telemetry
 from coordinator.swarm.members import PRESENT, Against, Member, MemberState
-from coordinator.swarm.opposed import (
+from coordinator.swarm.penalties import (
     FEWEST_ROUNDS_OUT,
     IN_FAVOUR,
     MOST_AGAINST,

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.swarm.budgets import FASTEST, FILLED, measured, shared_out, step_budgets
+from coordinator.swarm.shares import FASTEST, FILLED, measured, shared_out, step_budgets
 from protocol.run.run_spec import InnerSection
 from protocol.run.schedule import Schedule, Term
 from protocol.wire.messages import Trained

@@ -8,9 +8,9 @@ import pytest
 
 from coordinator.store import Store
 from coordinator.streams import what_holds_for
-from coordinator.swarm.budgets import step_budgets
 from coordinator.swarm.events import QuarantineAsked, Reported, Ruled, Tell
 from coordinator.swarm.members import SpotCheck, Work
+from coordinator.swarm.shares import step_budgets
 from coordinator.swarm.spot_checks import EXPECTED_SHARE, most_score
 from coordinator.swarm.transition import initial_state
 from protocol.errors import BadDataError

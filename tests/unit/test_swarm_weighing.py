@@ -5,15 +5,12 @@ from dataclasses import replace
 import pytest
 
 from coordinator.services.session import names_with_other_data
-from coordinator.swarm.books import book, unbook
+from coordinator.swarm.books import book, credited, earned, taken_back, unbook
 from coordinator.swarm.members import Member, MemberState, Work
 from coordinator.swarm.weighing import (
     HALF_LIFE_ROUNDS,
     cap_of,
-    credited,
-    earned,
     say_of,
-    taken_back,
     worth,
 )
 from protocol.wire.messages import RefetchAsked, RoundCommitted

@@ -1,10 +1,9 @@
 """How people see by which ways nodes reach each other."""
 
-from protocol.terminal.node_facts import node_facts
+from protocol.terminal.node_words import node_facts, ways_to_others
 from protocol.terminal.status_words import (
     summary_line,
 )
-from protocol.terminal.ways import ways_to_others
 from protocol.v1 import status_pb2
 from tests.unit.status_scene import a_node, a_status, drawn
 

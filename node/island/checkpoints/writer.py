@@ -133,9 +133,8 @@ class CheckpointWriter:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         try:
             failure = self._make_room(folder, about.round)
-            has_room = not _has_any_built_badly(
-                failure, of_all
-            )  # or others would wait in the writing
+            # Or others would wait in the writing.
+            has_room = not _has_any_built_badly(failure, of_all)
             if has_room:
                 failure = self._build(folder, tensors, about, of_host)
             # A name only when all parts are there: then what hosts have differs by the newest at most.

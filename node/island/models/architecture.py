@@ -220,9 +220,8 @@ def copy_parameters(module: nn.Module, layout: Layout, parameters: Vector) -> No
     for place in layout.places:
         own = named[place.name]
         part = parameters[place.offset : place.offset + place.num_elements].reshape(own.shape)
-        own.copy_(
-            torch.from_numpy(part.copy())
-        )  # a snapshot's vector cannot be written, and torch warns
+        # Of a copy: a snapshot's vector cannot be written, and torch warns.
+        own.copy_(torch.from_numpy(part.copy()))
 
 
 def container_of_layers(module: nn.Module) -> tuple[str, list[str]]:

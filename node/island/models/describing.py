@@ -67,9 +67,8 @@ def describe(spec: RunSpec, folder: Path | None) -> Description:
             next_step="leave requires_grad at True for those that are",
         )
     _refuse_other_types(model)
-    is_known = (
-        loss is not None and batch is not None
-    )  # else what loops compute, and of what, is theirs
+    is_known = loss is not None and batch is not None
+    # What loops compute, and of what, is theirs.
     counted = _counted(model, loss, batch, to_leave_out) if is_known else None
     if is_known and counted is None and spec.model.source == "function":
         from node.island.models.function import compute_once

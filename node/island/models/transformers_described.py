@@ -160,10 +160,8 @@ def check_loss(model: "PreTrainedModel") -> None:
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=()):
             output: Any = model.train()(input_ids=tokens, labels=tokens, use_cache=False)
-    except (
-        Exception
-    ):  # it wants more tokens, or other labels; what fails without them is told before
-        return
+    except Exception:
+        return  # it wants more tokens, or other labels; what fails without them is told before
     finally:
         model.train(was_training)
     if not isinstance(output.loss, Tensor):

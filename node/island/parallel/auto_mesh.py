@@ -76,28 +76,27 @@ def need_of(
     layers = math.ceil(spec.num_layers / shape.pipeline)
     per_layer, table = _sizes_of(spec)
     # A pipeline's rank has one table at most, at whichever end.
-    values = (spec.num_parameters if shape.pipeline == 1 else layers * per_layer + table) // (
-        shape.tensor
-    )
+    of_pipeline = layers * per_layer + table
+    whole = spec.num_parameters if shape.pipeline == 1 else of_pipeline
+    values, table = whole // shape.tensor, table // shape.tensor
     folded = shape.num_shards if shape.is_fully_sharded else shape.shard
     of_moments, of_gradients, of_parameters = (
         folded if shape.zero >= stage else 1 for stage in (1, 2, 3)
     )
     frozen = 0 if spec.description is None else spec.description.num_frozen // of_parameters
     held = values // of_parameters + frozen
-    gradients = values // (1 if local.accumulate == "whole" else of_gradients)
-    # Of two layers at a time, and of what belongs to none.
-    a_part = min(values, (2 * per_layer + table) // shape.tensor)
-    of_adamw = (
-        table // shape.tensor if spec.inner.optimizer == "muon" else 0
-    )  # which Muon leaves to it
+    if local.accumulate == "whole":
+        of_gradients = 1
+    gradients = values // of_gradients
+    a_part = min(values, 2 * per_layer // shape.tensor + table)  # two layers, and what is in none
+    of_adamw = table if spec.inner.optimizer == "muon" else 0  # which Muon leaves to it
     stepped = (_MOMENTS[spec.inner.optimizer] * values + of_adamw) // of_moments
     activations = _activation_bytes(shape, spec, layers, local)
     if shape.has_offload:
         a_part_of_frozen = 2 * frozen * of_parameters // max(2, layers)
+        on_device = a_part + a_part_of_frozen if shape.zero == 3 else values + frozen
         return Need(
-            parameters=_VALUE_BYTES
-            * (a_part + a_part_of_frozen if shape.zero == 3 else values + frozen),
+            parameters=_VALUE_BYTES * on_device,
             gradients=_VALUE_BYTES * a_part,
             moments=0,
             activations=activations,

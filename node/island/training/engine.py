@@ -214,6 +214,7 @@ class Engine:
         """Parameters of this rank whose first use is in another part of the model."""
         self.has_statistics = bool(norms_of(self.parts))
         """Whether there are running statistics, which are computed before parameters are measured."""
+        self._vectors = [each for part in self.parts for each in spectral_vectors_of(part)]
         self._clip = GradientClipping(self._parameters, mesh=mesh, copies=self.copies)
 
     @property
@@ -337,14 +338,12 @@ class Engine:
     def settle_vectors(self) -> None:
         """Has spectral norm's vectors be those of the present parameters, where these came from elsewhere."""
         reshard(self.parts)
-        for part in self.parts:
-            for each in spectral_vectors_of(part):
-                each.settle()
+        for each in self._vectors:
+            each.settle()
 
     def vectors(self) -> list[Tensor]:
         """Spectral norm's, which training goes by, as it does not by running statistics."""
-        found = (each for part in self.parts for each in spectral_vectors_of(part))
-        return [vector for each in found for vector in each.buffers]
+        return [vector for each in self._vectors for vector in each.buffers]
 
     def compute_statistics(self, batches: Iterable[Batch | Tree]) -> None:
         """Computes running statistics for the present parameters, over as many batches on each rank."""
