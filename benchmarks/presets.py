@@ -24,8 +24,10 @@ from coordinator.presets.cost import (
     Situation,
     predicted,
 )
+from coordinator.presets.loss import most_fragments
 from lab.simulation.memory_transport import QueuedNetwork
 from lab.simulation.swarm import Life, simulate
+from protocol.run.models import fragment_sizes
 from protocol.run.run_files import validated
 from protocol.run.run_spec import RunSpec
 
@@ -42,10 +44,13 @@ def situation_of(
 ) -> Situation:
     """The swarm that the table is for."""
     model = NAMED_MODELS[model_name].model
+    tensors = RunSpec(model=model).tensors
+    num_parameters = sum(tensor.num_elements for tensor in tensors)
     tokens = NAMED_MODELS[model_name].tokens_per_inner_step
     return Situation(
-        num_parameters=RunSpec(model=model).num_parameters,
+        num_parameters=num_parameters,
         num_layers=model.num_layers,
+        fragment_sizes=fragment_sizes(tensors, most_fragments(model.num_layers)),
         num_nodes=4,
         down_bits_per_second=mbit * 1e6,
         up_bits_per_second=mbit * 1e6,
@@ -53,7 +58,7 @@ def situation_of(
         seconds_per_inner_step=1.0,
         total_steps=100_000,
         congestion_control=congestion_control,
-        flops_per_second=6.0 * RunSpec(model=model).num_parameters * tokens,
+        flops_per_second=6.0 * num_parameters * tokens,
     )
 
 
@@ -114,6 +119,7 @@ def checked(spec: RunSpec, *, seconds_per_inner_step: float = 1.0) -> Checked:
     situation = Situation(
         num_parameters=spec.num_parameters,
         num_layers=spec.num_layers,
+        fragment_sizes=fragment_sizes(spec.tensors, spec.exchange.fragments),
         num_nodes=num_nodes,
         down_bits_per_second=bits,
         up_bits_per_second=bits,
@@ -156,6 +162,7 @@ def checked_spec(
     overlap: str,
     steps: int,
     audit: float = 0.0,
+    vocab_size: int = 256,
 ) -> RunSpec:
     """A model small enough that training it takes no time to speak of.
 
@@ -165,6 +172,7 @@ def checked_spec(
         {
             "run": {"rounds": CHECKED_ROUNDS, "min_nodes": nodes, "seed": 1},
             "model": {
+                "vocab_size": vocab_size,
                 "hidden_size": 32,
                 "num_layers": 2,
                 "num_heads": 2,
@@ -204,6 +212,18 @@ def checks() -> Iterator[tuple[str, RunSpec]]:
             name,
             checked_spec(
                 codecs, nodes=nodes, fragments=fragments, overlap=overlap, steps=steps, audit=audit
+            ),
+        )
+    for overlap, steps in (("none", 5), ("blend", 10)):
+        yield (
+            f"3 nodes, 2 fragments of which one is five times as large, {overlap}, {steps} steps",
+            checked_spec(
+                ("int4", "int4"),
+                nodes=3,
+                fragments=2,
+                overlap=overlap,
+                steps=steps,
+                vocab_size=1536,
             ),
         )
 

@@ -17,6 +17,7 @@ from coordinator.presets.costly import costs_in_words
 from coordinator.presets.loss import SPARSE, Given, settings_of
 from coordinator.presets.reasons import counted
 from protocol.errors import TemporaryError, UsageError
+from protocol.run.models import fragment_sizes
 from protocol.run.run_spec import RunSpec
 from protocol.terminal.console import seconds_in_words
 from protocol.trust.rulings import Ruling, RulingKind
@@ -158,6 +159,7 @@ def advice_for(
         has_weights=spec.goes_on_with_weights,
         may_check=spec.data.may_be_checked,
         flops_per_second=6.0 * run.num_parameters * spec.tokens_per_inner_step / step_seconds,
+        fragment_sizes=fragment_sizes(spec.tensors, spec.exchange.fragments),
     )
     given = _given(spec, steps)
     now = found(_setting_of(spec, steps), situation, given)
@@ -222,7 +224,7 @@ def _fits(each: Found, spec: RunSpec) -> bool:
     return (
         not is_new
         and each.prediction.training_seconds <= spec.deadlines.train
-        and each.prediction.exchange_seconds <= within
+        and each.prediction.longest_exchange_seconds <= within
     )
 
 

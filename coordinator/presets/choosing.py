@@ -491,12 +491,13 @@ def _deadlines(prediction: Prediction, given: Given) -> Iterator[Choice]:
     """
     if any(("deadlines", key) in given for key in ("train", "contribute", "commit")):
         return
-    half = max(LEAST_EXCHANGE_SECONDS, DEADLINE_FACTOR * prediction.exchange_seconds / 2)
+    exchange = prediction.longest_exchange_seconds
+    half = max(LEAST_EXCHANGE_SECONDS, DEADLINE_FACTOR * exchange / 2)
     half = min(half, MOST_SECONDS / 4)
     train = max(LEAST_TRAIN_SECONDS, DEADLINE_FACTOR * prediction.training_seconds)
     train = min(train, MOST_SECONDS - 2 * half)
     reason = f"{DEADLINE_FACTOR} times what is predicted, or the usual"
-    if train < prediction.training_seconds or 2 * half < prediction.exchange_seconds:
+    if train < prediction.training_seconds or 2 * half < exchange:
         reason = "as long as a run file may say, and shorter than what is predicted"
     for key, seconds in (
         ("train", train),

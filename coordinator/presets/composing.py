@@ -5,7 +5,7 @@ What may be named and what the node's side knows of it is coordinator.presets.wa
 
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from coordinator.config import run_text
 from coordinator.presets.choosing import FEW_NODES, Plan, chosen, often_steps
 from coordinator.presets.cost import CUBIC, Situation
+from coordinator.presets.loss import most_fragments
 from coordinator.presets.reasons import NO_MOMENTUM, OFTEN
 from coordinator.presets.settling import Place, link_of, span_of, with_values
 from coordinator.presets.wanted import (
@@ -24,11 +25,8 @@ from coordinator.presets.wanted import (
     refuse_what_says_nothing,
 )
 from protocol.errors import ConfigError, NoInputError, UsageError
-from protocol.run.models import DecoderModel
-from protocol.run.run_files import (
-    load_run_file,
-    validated,
-)
+from protocol.run.models import DecoderModel, TensorShape, fragment_sizes
+from protocol.run.run_files import description_beside, load_run_file, validated
 from protocol.run.run_spec import RunSpec
 from protocol.terminal.console import count_in_words
 
@@ -203,7 +201,7 @@ def new_run(wanted: Wanted, folder: Path) -> NewRun:
         notes.append(f"batch {trained.batch}: {trained.why_batch}")
     plan = None
     if wanted.link is not None or wanted.measured is not None:
-        plan, advice = _planned(wanted, trained)
+        plan, advice = _planned(wanted, trained, _tensors(trained.facts, folder))
         notes.append(advice)
         values[("run", "min_nodes")] = (plan.situation.num_nodes, "")
         values |= {
@@ -472,7 +470,14 @@ def _learning_rate(wanted: Wanted, trained: Trained) -> tuple[float, str]:
     return float(f"{rate:.2g}"), f"{why}, for the weights are given"
 
 
-def _planned(wanted: Wanted, trained: Trained) -> tuple[Plan, str]:
+def _tensors(facts: Facts, folder: Path) -> Sequence[TensorShape]:
+    """What is trained: as it is described in the run's folder, or as a decoder's sizes say."""
+    if described := (description_beside(folder) or {}).get("tensors"):
+        return [TensorShape.model_validate(each) for each in described]
+    return list(DecoderModel.model_validate(facts.model).tensors())
+
+
+def _planned(wanted: Wanted, trained: Trained, tensors: Sequence[TensorShape]) -> tuple[Plan, str]:
     """The exchange for the links, and what measured ones advise."""
     if wanted.num_nodes == 1:
         raise UsageError(
@@ -506,6 +511,7 @@ def _planned(wanted: Wanted, trained: Trained) -> tuple[Plan, str]:
         has_weights=facts.has_loaded,
         may_check=not (wanted.loop or wanted.private),
         flops_per_second=operations / step_seconds,
+        fragment_sizes=fragment_sizes(tensors, most_fragments(facts.num_layers)),
     )
     plan = chosen(situation, {} if wanted.steps is None else {("inner", "steps"): wanted.steps})
     if plan.is_too_short:

@@ -43,14 +43,17 @@ round's training and may take as long as that; nodes wait for what it takes long
 
 Fragments cut what a round sends and trains alike, so bytes for an inner step go by fragments · steps, the
 inner steps between two exchanges of the same parameters: more fragments at the same interval save none of
-them. They bring results sooner, and take less memory while they travel.
+them. They bring results sooner, and take less memory while they travel. Fragments hold whole tensors, and
+an embedding may be larger than all else in one: a round is that of each fragment by its size, and their mean
+counts.
 
 That is of rounds in the middle of a run whose nodes and links are alike; nothing hides the last
 exchange. Deaths, stragglers and evaluations are not in it.
 """
 
 import math
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
@@ -327,6 +330,16 @@ class Situation:
     flops_per_second: float = 0.0
     """What a node achieves, by 6 operations for each parameter and token; 0: as a CPU does."""
 
+    fragment_sizes: tuple[tuple[int, ...], ...] = ()
+    """Values of each fragment of the model in one, in two, and so on (protocol.run.models); of more
+    fragments than are told here all are taken for equal."""
+
+    def sizes_of(self, num_fragments: int) -> Sequence[float]:
+        """Values of each of so many fragments."""
+        if num_fragments <= len(self.fragment_sizes):
+            return self.fragment_sizes[num_fragments - 1]
+        return [self.num_parameters / num_fragments] * num_fragments
+
     @property
     def spot_checks(self) -> bool:
         """Whether nodes do so: it takes three."""
@@ -372,15 +385,21 @@ class Setting:
 class Prediction:
     """What the formula says of a setting."""
 
-    bytes_per_round: float  # that one node sends, and receives, in exchanges
+    bytes_per_round: float  # that one node sends, and receives, in exchanges, on average
     audit_bytes: float  # and gives auditors, on average
     link_share: float  # what of the link's rate an exchange of so many bytes gets
     training_seconds: float
-    exchange_seconds: float
-    round_seconds: float
+    exchange_seconds: float  # on average
+    longest_exchange_seconds: float  # of the largest fragment
+    round_seconds: float  # on average
     peak_bits_per_second: float  # in each direction, while bytes travel
-    late_steps: int  # inner steps trained on, with overlap, before a round's results are taken over
-    enough_bits_per_second: float | None  # the link at which GOAL is just met; None: no link does
+    late_steps: int
+    """Inner steps trained on, with overlap, before a round's results are taken over; on average of all
+    values."""
+
+    enough_bits_per_second: float | None
+    """The link at which GOAL is met, also in rounds of the largest fragment; None: no link does."""
+
     utilisation: float  # part of the time in inner steps, and in checks
     checking_share: float  # part of that time in spot checks
     times_fewer_bytes: float  # than a ring all-reduce of fp32 gradients at every inner step
@@ -392,11 +411,12 @@ def all_reduce_bytes_per_step(situation: Situation) -> float:
     return 2 * (num_nodes - 1) / num_nodes * FP32_BYTES * situation.num_parameters
 
 
-def bytes_per_round(situation: Situation, setting: Setting) -> float:
-    """What a node sends in one, and receives."""
+def bytes_per_round(situation: Situation, setting: Setting, values: float | None = None) -> float:
+    """What a node sends in one, and receives, with a fragment of so many values, or one of the mean size."""
     num_nodes = situation.num_nodes
+    values = _values(situation, setting) if values is None else values
     bits = CODEC_COSTS[setting.uplink].bits + CODEC_COSTS[setting.downlink].bits
-    bodies = (num_nodes - 1) / num_nodes * _values(situation, setting) * bits / 8
+    bodies = (num_nodes - 1) / num_nodes * values * bits / 8
     return bodies + 2 * (num_nodes - 1) * PAYLOAD_HEADER_BYTES
 
 
@@ -419,19 +439,22 @@ def checking_share(situation: Situation, setting: Setting) -> float:
 
 
 def _values(situation: Situation, setting: Setting) -> float:
-    """Of one fragment."""
+    """Of one fragment, on average."""
     return situation.num_parameters / setting.fragments
 
 
-def host_seconds(situation: Situation, setting: Setting, host: HostSpeeds) -> float:
-    """Work on a node's cores in a round's exchange."""
+def host_seconds(
+    situation: Situation, setting: Setting, host: HostSpeeds, values: float | None = None
+) -> float:
+    """Work on a node's cores in the exchange of a fragment of so many values, or one of the mean size."""
+    values = _values(situation, setting) if values is None else values
     up, down = CODEC_COSTS[setting.uplink], CODEC_COSTS[setting.downlink]
     # A node decodes N contributions to an N-th of the fragment, and encodes their mean.
     coding = (
         1 / up.encode + 1 / up.decode + 1 / (situation.num_nodes * down.encode) + 1 / down.decode
     )
     summing = sum(1 / x for x in (host.sums, host.reduce, host.apply, host.digest))
-    work = _gigabytes(situation, setting) * (summing + coding / host.codecs)
+    work = _gigabytes(values) * (summing + coding / host.codecs)
     return work / situation.times_as_fast + host.member_seconds * situation.num_nodes
 
 
@@ -443,9 +466,9 @@ def exchange_bytes_per_second(uplink: str, downlink: str) -> float:
     return 1e9 / seconds
 
 
-def _gigabytes(situation: Situation, setting: Setting) -> float:
-    """Of one fragment, as fp32."""
-    return FP32_BYTES * _values(situation, setting) / 1e9
+def _gigabytes(values: float) -> float:
+    """Of a fragment, as fp32."""
+    return FP32_BYTES * values / 1e9
 
 
 def _late_steps(situation: Situation, setting: Setting, exchange_seconds: float) -> int:
@@ -456,24 +479,31 @@ def _late_steps(situation: Situation, setting: Setting, exchange_seconds: float)
     return setting.steps if trained >= setting.steps else math.ceil(trained)
 
 
-def predicted(
-    situation: Situation, setting: Setting, host: HostSpeeds = MEASURED_HOST
-) -> Prediction:
-    """See the formula above."""
-    num_bytes, audits = bytes_per_round(situation, setting), audit_bytes(situation, setting)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Round:
+    """Of a fragment: what its exchange takes, the whole round, and the link at which that meets the goal."""
+
+    exchange: float
+    seconds: float
+    enough_bits_per_second: float | None
+
+
+def _round(situation: Situation, setting: Setting, host: HostSpeeds, values: float) -> _Round:
+    """With a fragment of so many values."""
     link = situation.link
+    num_bytes = bytes_per_round(situation, setting, values)
+    audits = audit_bytes(situation, setting) * values / _values(situation, setting)
     waits = ROUND_TRIPS * situation.round_trip_seconds
-    waits += host_seconds(situation, setting, host)
+    waits += host_seconds(situation, setting, host, values)
     exchange = link.seconds_of(num_bytes) + waits
     training = setting.steps * situation.seconds_per_inner_step
-    copies = 2 * _gigabytes(situation, setting) / host.copy / situation.times_as_fast
+    copies = 2 * _gigabytes(values) / host.copy / situation.times_as_fast
     auditing = audits * 8 / (link.full_share * link.bits_per_second)
     busy = (
         max(training, exchange + auditing)
         if setting.has_overlap
         else max(training, auditing) + exchange
     )
-    round_seconds = busy + copies
     # The rest of a round that meets the goal, for bytes alone.
     left = training / GOAL - copies - waits - (0 if setting.has_overlap else training)
     copies_fit = training + copies <= training / GOAL
@@ -481,6 +511,28 @@ def predicted(
     if left > 0 and copies_fit:
         beside = audits if setting.has_overlap else 0.0
         enough = link.enough_bits_per_second(num_bytes + beside, left)
+    return _Round(exchange=exchange, seconds=busy + copies, enough_bits_per_second=enough)
+
+
+def predicted(
+    situation: Situation, setting: Setting, host: HostSpeeds = MEASURED_HOST
+) -> Prediction:
+    """See the formula above."""
+    num_bytes, audits = bytes_per_round(situation, setting), audit_bytes(situation, setting)
+    link = situation.link
+    training = setting.steps * situation.seconds_per_inner_step
+    sizes = Counter(situation.sizes_of(setting.fragments))
+    rounds = {values: _round(situation, setting, host, values) for values in sizes}
+    largest = rounds[max(sizes)]
+
+    def mean(of: Callable[[_Round], float]) -> float:
+        return sum(times * of(rounds[values]) for values, times in sizes.items()) / sizes.total()
+
+    exchange, round_seconds = mean(lambda each: each.exchange), mean(lambda each: each.seconds)
+    late = sum(
+        times * values * _late_steps(situation, setting, rounds[values].exchange)
+        for values, times in sizes.items()
+    )
     saved = all_reduce_bytes_per_step(situation) * setting.steps / (num_bytes + audits)
     return Prediction(
         bytes_per_round=num_bytes,
@@ -488,10 +540,11 @@ def predicted(
         link_share=link.share_of(num_bytes),
         training_seconds=training,
         exchange_seconds=exchange,
+        longest_exchange_seconds=largest.exchange,
         round_seconds=round_seconds,
         peak_bits_per_second=link.full_share * link.bits_per_second,
-        late_steps=_late_steps(situation, setting, exchange),
-        enough_bits_per_second=enough,
+        late_steps=math.ceil(late / sum(values * times for values, times in sizes.items())),
+        enough_bits_per_second=largest.enough_bits_per_second,
         utilisation=training / round_seconds,
         checking_share=checking_share(situation, setting),
         times_fewer_bytes=saved,

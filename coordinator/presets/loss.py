@@ -210,10 +210,15 @@ def _suits(situation: Situation, given: Given, pair: tuple[str, str], interval: 
     return often and interval >= LEAST_SPARSE_INTERVAL
 
 
+def most_fragments(num_layers: int) -> int:
+    """That are chosen for a model of so many layers."""
+    return min(MOST_FRAGMENTS, max(1, num_layers))
+
+
 def _cuts(situation: Situation, given: Given) -> list[tuple[int, int]]:
     """Fragments and inner steps of a round."""
     steps, fragments = _fixed_steps(situation, given), _number(given, ("exchange", "fragments"))
-    most = min(MOST_FRAGMENTS, max(1, situation.num_layers))
+    most = most_fragments(situation.num_layers)
     counts = [fragments] if fragments else list(range(1, most + 1))
     if steps:
         # What is given stays; fragments beyond the whole model only where the run is long enough for them.

@@ -21,10 +21,11 @@ from pydantic import ValidationError
 
 from coordinator.presets.choosing import Plan, chosen
 from coordinator.presets.cost import CUBIC, CongestionControl, Situation
+from coordinator.presets.loss import most_fragments
 from coordinator.presets.reasons import counted
 from protocol.errors import AtollError, ConfigError
 from protocol.files.durable import TOML_ENCODING, read_toml, toml_value
-from protocol.run.models import Positive, Section
+from protocol.run.models import Positive, Section, fragment_sizes
 from protocol.run.run_files import (
     MADE_OF,
     WHEN_MISSING,
@@ -360,6 +361,9 @@ def _situation(
         has_weights=spec.goes_on_with_weights,
         may_check=spec.data.may_be_checked,
         flops_per_second=6.0 * spec.num_parameters * spec.tokens_per_inner_step / step_seconds,
+        fragment_sizes=fragment_sizes(
+            spec.tensors, max(most_fragments(spec.num_layers), spec.exchange.fragments)
+        ),
     )
 
 

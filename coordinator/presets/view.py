@@ -1,5 +1,6 @@
 """What a preset chose and what that should come to, for people and as JSON."""
 
+import math
 from dataclasses import asdict
 
 import click
@@ -47,7 +48,7 @@ def prediction_lines(plan: Plan) -> list[str]:
             else ""
         ),
         *_checks_in_words(prediction.checking_share),
-        f"an exchange takes {prediction.exchange_seconds:.3g} s {beside} "
+        f"an exchange takes {prediction.exchange_seconds:.3g} s{_longest_in_words(plan)} {beside} "
         f"{prediction.training_seconds:.3g} s of inner steps; it {share}",
         f"each parameter is exchanged {every(plan.setting.interval, 'inner step')}, "
         f"{counted(plan.exchanges, 'time')}"
@@ -67,6 +68,22 @@ def prediction_lines(plan: Plan) -> list[str]:
         enough = rate_in_words(prediction.enough_bits_per_second)
         lines.append(f"a link of {enough} would do for 95 %")
     return lines + warnings_of(plan)
+
+
+UNEVEN = 1.2
+"""An exchange that takes so many times as long as the mean is told beside it."""
+
+
+def _longest_in_words(plan: Plan) -> str:
+    """That of the largest fragment, where it takes clearly longer."""
+    prediction = plan.prediction
+    if prediction.longest_exchange_seconds < UNEVEN * prediction.exchange_seconds:
+        return ""
+    largest = max(plan.situation.sizes_of(plan.setting.fragments))
+    return (
+        f", that of the largest fragment, of {console.count_in_words(round(largest))} parameters, "
+        f"{prediction.longest_exchange_seconds:.3g} s,"
+    )
 
 
 def _checks_in_words(share: float) -> list[str]:
@@ -122,11 +139,11 @@ def warnings_of(plan: Plan) -> list[str]:
 
 
 def _daemon_bytes(plan: Plan) -> int:
-    """With fragments of one size, and the programs themselves: as 'atoll join' says it of the run."""
+    """With the programs themselves: as 'atoll join' says it of the run."""
     rules = [choice.value for choice in plan.choices if choice.key == "reducer_error"]
     return NODE_PROCESS_BYTES + daemon_bytes(
         num_elements=plan.situation.num_parameters,
-        largest_fragment=-(-plan.situation.num_parameters // plan.setting.fragments),
+        largest_fragment=math.ceil(max(plan.situation.sizes_of(plan.setting.fragments))),
         num_reducers=plan.situation.num_nodes,
         keeps_error=rules in ([], ["keep"]),
         uplink=plan.setting.uplink,

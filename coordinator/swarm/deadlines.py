@@ -3,6 +3,9 @@
 A round has four phases: training; the exchange, until the last slice is reduced; the commit; and applying it.
 Each is measured by itself where it ends, and given its own time in the next plan.
 
+All but training takes as long as the round's fragment is large, and fragments may differ by times: an
+embedding is one tensor. So what rounds of smaller fragments took counts times that.
+
 What did not finish counts as having taken all the time it was given. So a deadline that is too
 short grows by the margin in every round, until everybody finishes or the run file's bound is
 reached. Nodes that are gone, or began a new session meanwhile, are no measurement: deaths must not
@@ -61,8 +64,10 @@ class _Window:
     is_measured: bool = True
 
 
-def next_deadlines(state: SwarmState, assignments: Sequence[Assignment]) -> Deadlines:
-    """The durations of the next plan.
+def next_deadlines(
+    state: SwarmState, assignments: Sequence[Assignment], *, fragment: int
+) -> Deadlines:
+    """The durations of the next plan, whose round is of that fragment.
 
     The run file's are bounds that hold from the start of the round, so a phase may use what those
     before it leave. Training is also given what the nodes' own speeds say that its steps take:
@@ -79,6 +84,7 @@ def next_deadlines(state: SwarmState, assignments: Sequence[Assignment]) -> Dead
         )
     here = _sessions_here(state)
     times, floor = state.phase_times, rules.floor_seconds
+    num_elements = rules.layout.fragment_elements[fragment]
     train = _window(
         _Past.of(times.train, here),
         by_speed=_seconds_by_speed(state, assignments),
@@ -87,19 +93,19 @@ def next_deadlines(state: SwarmState, assignments: Sequence[Assignment]) -> Dead
         floor=floor,
     )
     exchange = _window(
-        _Past.of(times.exchange, here),
+        _Past.of(times.exchange, here, num_elements),
         unmeasured=rules.contribute_seconds - rules.train_seconds,
         cap=rules.contribute_seconds - train.seconds,
         floor=floor,
     )
     contribute_seconds = train.seconds + exchange.seconds
     commit = _window(
-        _Past.of(times.commit, here),
+        _Past.of(times.commit, here, num_elements),
         unmeasured=rules.commit_seconds - rules.contribute_seconds,
         cap=rules.commit_seconds - contribute_seconds,
         floor=floor,
     )
-    apply = _applying(state, here)
+    apply = _applying(state, here, num_elements)
     return Deadlines(
         train_seconds=train.seconds,
         contribute_seconds=contribute_seconds,
@@ -113,7 +119,9 @@ def next_apply_seconds(state: SwarmState) -> float:
     """How long nodes may take to apply a commit that is made now."""
     if not state.rules.adapts_deadlines:
         return state.rules.apply_seconds
-    return _applying(state, _sessions_here(state)).seconds
+    elements = state.rules.layout.fragment_elements
+    num_elements = elements[state.committed_round % len(elements)]
+    return _applying(state, _sessions_here(state), num_elements).seconds
 
 
 def _sessions_here(state: SwarmState) -> frozenset[int]:
@@ -122,10 +130,10 @@ def _sessions_here(state: SwarmState) -> frozenset[int]:
     return frozenset(m.session_id for m in present if not m.standing.is_on_trial)
 
 
-def _applying(state: SwarmState, here: Collection[int]) -> _Window:
+def _applying(state: SwarmState, here: Collection[int], num_elements: int) -> _Window:
     rules = state.rules
     return _window(
-        _Past.of(state.phase_times.apply, here),
+        _Past.of(state.phase_times.apply, here, num_elements),
         unmeasured=rules.apply_seconds,
         cap=rules.apply_seconds,
         floor=rules.floor_seconds,
@@ -141,17 +149,23 @@ class _Past:
     num_cut: int = 0  # for so many
 
     @classmethod
-    def of(cls, history: Sequence[Measured], here: Collection[int]) -> "_Past":
-        """`here` are the sessions of the present members."""
-        taken, num_cut = [], 0
+    def of(
+        cls, history: Sequence[Measured], here: Collection[int], num_elements: int = 0
+    ) -> "_Past":
+        """`here` are the sessions of the present members; `num_elements` those of the next fragment.
+
+        A smaller fragment is given no less than a larger one took: a part of it are round trips.
+        """
+        taken, num_cut, last_cut = list[float](), 0, 0.0
         for measured in history:
+            times = max(1.0, measured.times_for(num_elements))
             num_cut = sum(session_id in here for session_id in measured.cut_session_ids)
             seconds = measured.seconds
             if num_cut:
                 seconds = max(measured.given_seconds, seconds or 0.0)
             if seconds is not None:
-                taken.append(seconds)
-        last_cut = history[-1].given_seconds if num_cut else 0.0
+                taken.append(times * seconds)
+            last_cut = times * measured.given_seconds if num_cut else 0.0
         return cls(taken=tuple(taken), last_cut_seconds=last_cut, num_cut=num_cut)
 
 
@@ -248,6 +262,7 @@ def times_when_applied(
         given_seconds=current.apply_deadline - current.committed_at,
         seconds=None if cut else now - since,
         cut_session_ids=_sessions(state, cut),
+        num_elements=_num_elements(state, current),
     )
     return replace(state.phase_times, apply=_with(state.phase_times.apply, measured))
 
@@ -293,6 +308,7 @@ def _exchange(state: SwarmState, current: Round) -> Measured | None:
         given_seconds=given,
         seconds=None if missed else max(0.0, current.reduced_at - since),
         cut_session_ids=_sessions(state, missed),
+        num_elements=_num_elements(state, current),
     )
 
 
@@ -313,7 +329,12 @@ def _committing(state: SwarmState, current: Round, now: float) -> Measured:
         given_seconds=max(0.0, current.commit_deadline - since),
         seconds=None if late else now - since,
         cut_session_ids=_sessions(state, late),
+        num_elements=_num_elements(state, current),
     )
+
+
+def _num_elements(state: SwarmState, current: Round) -> int:
+    return state.rules.layout.fragment_elements[current.fragment]
 
 
 def _sessions(state: SwarmState, node_ids: Collection[NodeId]) -> tuple[int, ...]:

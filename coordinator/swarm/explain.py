@@ -324,12 +324,16 @@ def phase_seconds_left(state: SwarmState, now: float) -> float | None:
     current = state.open_round
     if current is None:
         return None
-    times = state.phase_times
+    times, num_elements = state.phase_times, state.rules.layout.fragment_elements[current.fragment]
     if current.phase is RoundPhase.APPLYING:
-        return _usually_left(times.apply, since=current.committed_at, now=now)
+        usual = _median(times.apply, num_elements)
+        return None if usual is None else max(0.0, current.committed_at + usual - now)
     if current.phase is RoundPhase.TRAINING:
-        return _usually_left(times.train, since=current.opened_at, now=now)
-    after_training = _sum(_median(times.exchange), _median(times.commit))
+        usual = _median(times.train, num_elements)
+        return None if usual is None else max(0.0, current.opened_at + usual - now)
+    after_training = _sum(
+        _median(times.exchange, num_elements), _median(times.commit, num_elements)
+    )
     if after_training is None:
         return None
     began = max(current.trained_at.values(), default=current.opened_at)
@@ -353,14 +357,15 @@ def run_seconds_left(state: SwarmState, now: float) -> float | None:
 
 
 def round_seconds(state: SwarmState) -> float | None:
-    """From one plan to the next, with nodes that are here.
+    """From one plan to the next, with nodes that are here, and a fragment of the usual size.
 
     The mean of what each phase took, without the eighth that took longest and the one that took least: where
     some rounds are long and others short, as with a node that often comes too late, a median would swing
     between the two.
     """
-    times = state.phase_times
-    return _sum(*map(_middle_mean, (times.train, times.exchange, times.commit, times.apply)))
+    times, elements = state.phase_times, state.rules.layout.fragment_elements
+    phases = (times.train, times.exchange, times.commit, times.apply)
+    return _sum(*(_middle_mean(phase, fmean(elements)) for phase in phases))
 
 
 def left_in_words(state: SwarmState, deadline: float, now: float) -> str:
@@ -374,25 +379,23 @@ def left_in_words(state: SwarmState, deadline: float, now: float) -> str:
     return f"about {left:.0f} s left, {at_most} at most"
 
 
-def _usually_left(history: Sequence[Measured], *, since: float, now: float) -> float | None:
-    expected = _median(history)
-    return None if expected is None else max(0.0, since + expected - now)
-
-
-def _median(history: Sequence[Measured]) -> float | None:
-    taken = _taken(history)
+def _median(history: Sequence[Measured], num_elements: float) -> float | None:
+    taken = _taken(history, num_elements)
     return median(taken) if len(taken) >= ROUNDS_NEEDED else None
 
 
-def _middle_mean(history: Sequence[Measured]) -> float | None:
-    taken = sorted(_taken(history))
+def _middle_mean(history: Sequence[Measured], num_elements: float) -> float | None:
+    taken = sorted(_taken(history, num_elements))
     outside = max(1, len(taken) // 8)  # on each side
     return fmean(taken[outside : len(taken) - outside]) if len(taken) >= ROUNDS_NEEDED else None
 
 
-def _taken(history: Sequence[Measured]) -> list[float]:
-    """What a phase took; where nodes were cut off, the time that it was given."""
-    return [m.given_seconds if m.seconds is None else m.seconds for m in history]
+def _taken(history: Sequence[Measured], num_elements: float) -> list[float]:
+    """What a phase takes with a fragment of that size; where nodes were cut off, by the time it was given."""
+    return [
+        m.times_for(num_elements) * (m.given_seconds if m.seconds is None else m.seconds)
+        for m in history
+    ]
 
 
 def _sum(*parts: float | None) -> float | None:

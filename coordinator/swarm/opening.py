@@ -82,7 +82,7 @@ def open_round(turn: Turn) -> None:
     steps = [assignment.inner_steps for assignment in assignments if assignment.trains]
     places = rules.batch * rules.context * sum(steps)
     clock, clock_after = _clock_told(state), state.token_clock + expected_tokens(state, places)
-    deadlines = next_deadlines(state, assignments)
+    deadlines = next_deadlines(state, assignments, fragment=fragment)
     slices, shares = _slices_of(rules, fragment, party)
     last_ways = state.last_closed.plan.ways if state.last_closed else ()
     ways = ways_between(party.members, slices, last_ways)

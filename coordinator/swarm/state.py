@@ -122,6 +122,11 @@ class Measured:
     given_seconds: float  # what it could have taken
     seconds: float | None  # of the slowest node that finished; None when nobody is known to have
     cut_session_ids: tuple[int, ...] = ()  # sessions of the nodes that were not done by then
+    num_elements: int | None = None  # of the round's fragment; None where a phase does not go by it
+
+    def times_for(self, num_elements: float) -> float:
+        """How many times as long the same takes for a fragment of so many elements."""
+        return num_elements / self.num_elements if self.num_elements else 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

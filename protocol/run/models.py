@@ -483,7 +483,23 @@ def layout_of(spec: "RunSpec") -> Layout:
     the largest first, to the fragment that is smallest by then. Raises ConfigError for a model
     without its description.
     """
-    tensors, num_fragments = spec.tensors, spec.exchange.fragments
+    fragments = _cut(spec.tensors, spec.exchange.fragments)
+    return Layout.of(*([(tensor.name, tensor.shape) for tensor in each] for each in fragments))
+
+
+def fragment_sizes(tensors: Sequence[TensorShape], most: int) -> tuple[tuple[int, ...], ...]:
+    """Elements of each fragment of a model that is cut into one, into two, and so on up to `most`.
+
+    They differ by times where one tensor, as an embedding, is larger than a fragment would be.
+    """
+    return tuple(
+        tuple(sum(tensor.num_elements for tensor in each) for each in _cut(tensors, count))
+        for count in range(1, most + 1)
+    )
+
+
+def _cut(tensors: Sequence[TensorShape], num_fragments: int) -> list[list[TensorShape]]:
+    """The tensors of each fragment, in the model's own order."""
     sizes = [0] * num_fragments
     fragment_of: dict[str, int] = {}
     for tensor in tensors:
@@ -495,9 +511,7 @@ def layout_of(spec: "RunSpec") -> Layout:
         smallest = sizes.index(min(sizes))
         fragment_of[tensor.name] = smallest
         sizes[smallest] += tensor.num_elements
-    return Layout.of(
-        *(
-            [(tensor.name, tensor.shape) for tensor in tensors if fragment_of[tensor.name] == index]
-            for index in range(num_fragments)
-        )
-    )
+    return [
+        [tensor for tensor in tensors if fragment_of[tensor.name] == index]
+        for index in range(num_fragments)
+    ]

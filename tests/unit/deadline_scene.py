@@ -12,11 +12,9 @@ from tests.unit.swarm_scene import TOKENS, Scene, digest_of, of_kind
 A, B, C = "node-a", "node-b", "node-c"
 
 
-def swarm_of(*names: str, lease_seconds: float = 10_000) -> Scene:
+def swarm_of(*names: str, **rules: Any) -> Scene:
     """The run file's bounds are 60, 70 and 80 s, and 20 s to apply; the floor is 5 s."""
-    scene = Scene(
-        min_nodes=len(names), rounds=100, adapts_deadlines=True, lease_seconds=lease_seconds
-    )
+    scene = Scene(min_nodes=len(names), rounds=100, adapts_deadlines=True, **rules)
     scene.attach(*names)
     scene.amend(min_nodes=2)  # from the second round on
     return scene

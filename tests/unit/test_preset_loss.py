@@ -126,7 +126,7 @@ def test_the_longer_a_run_the_more_seldom_it_exchanges_where_links_carry_all() -
 
 
 def test_why_not_oftener_is_said_by_what_would_cost_most() -> None:
-    slow = replace(SHORT, down_bits_per_second=10e6)
+    slow = replace(SHORT, down_bits_per_second=5e6)
     assert "costs more than it gains, by time that nodes wait" in why(chosen(slow), "steps")
     at_leisure = replace(SHORT, total_steps=100_000, seconds_per_inner_step=60.0)
     assert "gains less than 0.2 %" in why(chosen(at_leisure), "steps")

@@ -189,11 +189,49 @@ def test_rates_that_exchanges_have_achieved_count_whole_and_that_is_said() -> No
     enough = there.enough_bits_per_second
     assert enough is not None
     at_enough = replace(told, down_bits_per_second=enough, up_bits_per_second=enough)
-    share = predicted(at_enough, setting).link_share
+    largest = bytes_per_round(told, setting, max(told.sizes_of(setting.fragments)))
+    share = at_enough.link.share_of(largest)
     assert here.enough_bits_per_second == pytest.approx(share * enough)
     words = "counts on all of the link: its rate is what exchanges achieved"
     assert why(chosen(achieved), "uplink").endswith(f"; {words}")
     assert words in "".join(prediction_lines(chosen(achieved)))
+
+
+def test_a_fragment_that_is_larger_than_the_others_makes_its_own_rounds_longer() -> None:
+    even = replace(situation_of("125m", 10), fragment_sizes=())
+    setting = Setting(uplink="ec2", downlink="ec2", fragments=4, has_overlap=True, steps=15)
+    whole = even.num_parameters
+    sizes = (
+        (whole,),
+        (whole // 2, whole // 2),
+        (),
+        (whole // 8, 5 * whole // 8, whole // 8, whole // 8),
+    )
+    uneven = replace(even, fragment_sizes=sizes)
+    alike, there = predicted(even, setting), predicted(uneven, setting)
+    assert there.bytes_per_round == pytest.approx(alike.bytes_per_round, rel=1e-6)
+    assert there.longest_exchange_seconds > 2 * there.exchange_seconds
+    waits = there.longest_exchange_seconds - there.training_seconds
+    assert there.round_seconds - alike.round_seconds == pytest.approx(waits / 4, rel=0.05)
+    enough = there.enough_bits_per_second, alike.enough_bits_per_second
+    assert enough[0] is not None and enough[1] is not None
+    assert enough[0] > even.up_bits_per_second > enough[1]
+
+
+def test_a_plan_leaves_time_for_the_largest_fragment_and_says_how_long_it_takes() -> None:
+    slow = replace(situation_of("125m", 0.5), seconds_per_inner_step=30.0)
+    parts = (slow.num_parameters // 10, 9 * slow.num_parameters // 10)
+    plan = chosen(
+        replace(slow, fragment_sizes=((slow.num_parameters,), parts)),
+        {("exchange", "fragments"): 2},
+    )
+    longest = plan.prediction.longest_exchange_seconds
+    assert longest > 1.5 * plan.prediction.exchange_seconds
+    train, commit = (value(plan, f"deadlines.{key}") for key in ("train", "commit"))
+    assert isinstance(train, int) and isinstance(commit, int)
+    assert commit - train == pytest.approx(4 * longest, rel=0.01)
+    said = f"that of the largest fragment, of 114.9M parameters, {longest:.3g} s, beside"
+    assert said in "\n".join(prediction_lines(plan))
 
 
 def test_sgd_that_is_given_gets_a_rate_of_its_own_and_no_momentum() -> None:

@@ -1,6 +1,9 @@
 """Deadlines follow what rounds really take."""
 
+from dataclasses import replace
+
 from coordinator.swarm.deadlines import quantile
+from protocol.wire.rounds import LayoutSummary
 from tests.unit.deadline_scene import (
     A,
     B,
@@ -13,7 +16,7 @@ from tests.unit.deadline_scene import (
     swarm_of,
     train,
 )
-from tests.unit.swarm_scene import Scene
+from tests.unit.swarm_scene import LAYOUT, Scene
 
 
 def test_the_run_file_decides_until_three_rounds_are_measured() -> None:
@@ -68,6 +71,39 @@ def test_the_floor_yields_to_a_shorter_bound() -> None:
     for _ in range(3):
         a_round(scene, train_seconds=59, exchange_seconds=1, commit_seconds=1)
     assert given(scene)[:3] == (60, 10, 5)
+
+
+def of_fragments(*elements: int) -> LayoutSummary:
+    return replace(LAYOUT, fragment_elements=elements)
+
+
+def test_a_larger_fragment_is_given_as_many_times_longer_before_it_was_ever_exchanged() -> None:
+    scene = swarm_of(A, B, layout=of_fragments(4096, 1024, 1024, 2048))
+    a_round(scene, train_seconds=20, exchange_seconds=4, apply_seconds=2)
+    a_round(scene, train_seconds=20, exchange_seconds=4, apply_seconds=2)
+    a_round(scene, train_seconds=20, exchange_seconds=8, apply_seconds=4)
+    assert scene.round.fragment == 0
+    assert given(scene) == (30, 24, 6, 12)
+    assert "exchange 24 s (1.5 × 16 s, the 90 % quantile of 3 rounds)" in last_plan(scene).reason
+    a_round(scene, train_seconds=20, exchange_seconds=16, commit_seconds=4, apply_seconds=8)
+    assert given(scene)[:2] == (30, 24), "a part of what it took are round trips"
+
+
+def test_a_large_fragment_that_was_cut_off_is_given_more_when_its_turn_comes_again() -> None:
+    scene = swarm_of(A, B, layout=of_fragments(4096, 1024, 1024, 1024), commit_seconds=200)
+    scene.amend(contribute_seconds=190)
+    for _ in range(3):
+        a_round(scene, train_seconds=10, exchange_seconds=4)
+    assert given(scene)[:2] == (15, 24)
+    scene.wait(10)
+    train(scene, A, B)
+    scene.wait_until(scene.round.contribute_deadline)  # it takes longer than its size explains
+    reduce_and_hold(scene, A, B, seconds=0, of=(A,))
+    apply(scene, A, B)
+    for _ in range(3):
+        a_round(scene, train_seconds=10, exchange_seconds=4)
+    assert scene.round.fragment == 0
+    assert given(scene)[1] == 1.5 * (15 + 24 - 10)
 
 
 def test_one_unusual_round_in_ten_is_passed_over() -> None:

@@ -1,6 +1,7 @@
 """How long things still take, by what they took, beside the deadlines that bound them."""
 
 import random
+from dataclasses import replace
 from itertools import pairwise
 from statistics import mean
 
@@ -8,7 +9,7 @@ from coordinator.swarm.deadlines import ROUNDS_NEEDED
 from coordinator.swarm.explain import explain, phase_seconds_left, round_seconds, run_seconds_left
 from coordinator.swarm.state import RoundPhase
 from tests.unit.deadline_scene import A, B, a_round, swarm_of, train
-from tests.unit.swarm_scene import Scene
+from tests.unit.swarm_scene import LAYOUT, Scene
 
 
 def after_rounds(number: int) -> Scene:
@@ -71,6 +72,16 @@ def test_an_exchange_is_estimated_from_the_end_of_training() -> None:
     assert phase_seconds_left(scene.state, scene.now) == 3
     scene.wait(4)
     assert phase_seconds_left(scene.state, scene.now) == 0
+
+
+def test_an_estimate_goes_by_the_size_of_the_rounds_fragment() -> None:
+    scene = swarm_of(A, B, layout=replace(LAYOUT, fragment_elements=(4096, 1024, 1024, 2048)))
+    for times in (1, 1, 2):
+        a_round(scene, exchange_seconds=4 * times, commit_seconds=times, apply_seconds=2 * times)
+    train(scene, A, B)
+    assert scene.round.fragment == 0
+    assert phase_seconds_left(scene.state, scene.now) == 16 + 4
+    assert round_seconds(scene.state) == 20 + 2 * (4 + 1 + 2)  # the mean fragment has 2048
 
 
 def test_the_runs_end_comes_closer_as_time_goes_by_and_is_no_sooner_than_its_rounds() -> None:
