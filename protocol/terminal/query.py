@@ -335,6 +335,11 @@ _DATA_COMMANDS: Sections = {
             "prepare", "node.island.data.command:prepare", "Make tokens of text, once, for a run."
         ),
         Entry(
+            "show",
+            "node.island.data.command:show",
+            "Show documents of a folder of tokens, and what of them is learned.",
+        ),
+        Entry(
             "check",
             "node.island.data.command:check",
             "Read a folder of tokens and compare all digests.",

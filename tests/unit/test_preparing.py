@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from node.island.data import preparing
 from node.island.data.command import HOW_TO_GO_ON
 from node.island.data.documents import documents_of as read_documents
 from node.island.data.documents import parts_of
+from node.island.data.inputs import input_files, passed_over
 from node.island.data.manifest import State, read_manifest
 from node.island.data.records import Document
 from node.island.data.shard_writing import HASHES, hash_of
@@ -95,16 +97,6 @@ def test_a_document_is_held_out_by_what_it_says_wherever_it_stands(tmp_path: Pat
     assert share / 99**2 == pytest.approx(0.1, abs=0.02)
 
 
-def test_a_file_of_its_own_is_held_out_as_a_whole(tmp_path: Path) -> None:
-    write_jsonl(tmp_path / "a.jsonl", 30)
-    (tmp_path / "exam.txt").write_text("the exam\n")
-    prepared(
-        tmp_path / "a.jsonl", out=tmp_path / "out", held_out_inputs=(str(tmp_path / "exam.txt"),)
-    )
-    assert documents_of(tmp_path / "out", "held_out") == [b"the exam\n"]
-    assert len(documents_of(tmp_path / "out", "training")) == 30
-
-
 @pytest.mark.parametrize("ending", ["\n", ""])
 @pytest.mark.parametrize("kind", ["txt", "jsonl", "jsonl.gz", "txt.gz", "parquet"])
 def test_parts_of_a_file_have_each_document_once(
@@ -132,13 +124,16 @@ def test_parts_of_a_file_have_each_document_once(
         assert len(parts) > 3 or part_bytes > 100 or kind.endswith("gz")
 
 
+@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz"])
+@pytest.mark.parametrize("lead", range(4))
 def test_text_without_lines_is_cut_between_characters(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    lead: int, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reading, "LONGEST_LINE_BYTES", 16)
-    text = "aé€😀" * 100
-    (tmp_path / "a.txt").write_text(text)
-    parts = parts_of(tmp_path / "a.txt", 128, document_bytes=64)
+    text = "a" * lead + "aé€😀" * 100
+    is_compressed = name.endswith("gz")
+    (tmp_path / name).write_bytes(gzip.compress(text.encode()) if is_compressed else text.encode())
+    parts = parts_of(tmp_path / name, 128, document_bytes=64)
     found = [
         document.text.decode() for part in parts for document in read_documents(part, field="text")
     ]
@@ -192,6 +187,22 @@ def test_another_input_begins_anew_and_says_so(tmp_path: Path, small_shards: Non
     preparing.prepare(wanted, on_state=lambda state: None, say=said.append)
     assert "starts anew" in said[0]
     assert len(every_document(tmp_path / "out")) == 30
+
+
+def test_a_file_that_is_changed_while_it_is_read_is_named(tmp_path: Path) -> None:
+    said: list[str] = []
+    for name in ("a.jsonl", "b.jsonl"):
+        write_jsonl(tmp_path / name, 30)
+
+    def write_more(state: State) -> None:
+        with (tmp_path / "b.jsonl").open("a") as file:
+            file.write(json.dumps({"text": "more"}) + "\n")
+
+    wanted = preparing.Wanted(inputs=(str(tmp_path / "*.jsonl"),), out=tmp_path / "out")
+    preparing.prepare(wanted, on_state=write_more, say=said.append)
+    assert len(said) == 1 and said[0].startswith(
+        f"warning: {tmp_path / 'b.jsonl'} was changed while"
+    )
 
 
 @pytest.mark.parametrize(
@@ -342,7 +353,22 @@ def test_text_that_spells_a_special_token_is_no_special_token(tmp_path: Path) ->
             "is damaged",
         ),
         ("a.parquet", b"PAR1 no", BadDataError, "is damaged"),
-        ("a.json", b'[{"text": "x"}]', BadDataError, "one JSON value"),
+        ("a.json", b'{"data": [{"text": "x"}]', BadDataError, "neither a list of records nor a"),
+        (
+            "a.json",
+            b'[{"text": "x"}, 5]',
+            BadDataError,
+            "record 1 of its list.* a number, no object",
+        ),
+        (
+            "a.json",
+            b'[{"text": "x"} {"text": "y"}]',
+            BadDataError,
+            "record 1 .* missing before '{'",
+        ),
+        ("a.json", b'[{"text": "x"},', BadDataError, "record 1 of its list"),
+        ("a.json", b'[{"text": "x"}', BadDataError, "record 1 .* missing before ''"),
+        ("a.json", '[{"text": "grö"}]'.encode("latin-1"), BadDataError, "record 0 .*'utf-8' codec"),
         ("a.jsonl.zst", b"x", BadDataError, "is damaged"),
         ("a.jsonl.bz2", b"x", BadDataError, "is damaged"),
         ("a.jsonl.xz", b"x", BadDataError, "is damaged"),
@@ -358,6 +384,7 @@ def test_text_that_spells_a_special_token_is_no_special_token(tmp_path: Path) ->
             BadDataError,
             "ends in line 2 has 3 fields.*first line names 2",
         ),
+        ("a.csv", b"text,text\n1,2\n", BadDataError, "a.csv: 2 columns are called 'text'"),
         ("a.csv", b"id,text\n1\n", BadDataError, "line 2 has 1 field, and the first line names 2"),
         ("a.csv", b'text\nx\n"y\n', BadDataError, "what follows line 2 cannot be read"),
         ("a.csv", "text\ngrö\n".encode("latin-1"), BadDataError, "cannot be read: 'utf-8' codec"),
@@ -371,6 +398,7 @@ def test_text_that_spells_a_special_token_is_no_special_token(tmp_path: Path) ->
             "of 9 documents none is left to train on",
         ),
         ("a.jsonl", b'{"text": ""}\n' * 9, BadDataError, "has no text: 9 documents, all of them"),
+        ("a.jsonl", b"", BadDataError, "a.jsonl has no text: not one document"),
         ("a.jsonl", b'{"text": 5}\n', BadDataError, r"has a number in 'text'"),
         ("a.jsonl", b'{"text": true}\n', BadDataError, r"has true or false in 'text'"),
         ("a.jsonl", b'{"text": {}}\n', BadDataError, r"has an object in 'text'"),
@@ -398,7 +426,11 @@ def test_a_record_with_nothing_in_its_place_is_left_out_and_counted(
     kind: str, tmp_path: Path
 ) -> None:
     texts = [f"text {i}" for i in range(20)]
-    cases: tuple[tuple[str, list[Any]], ...] = (("text", ["", None]), ("messages", [[], None]))
+    nan = [float("nan")] if kind == "jsonl" else []  # as Python writes what pandas misses
+    cases: tuple[tuple[str, list[Any]], ...] = (
+        ("text", ["", None, *nan]),
+        ("messages", [[], None]),
+    )
     for column, nothing in cases:
         rows: list[dict[str, Any]] = [*({"text": text, "messages": None} for text in texts)]
         rows += [{"text": None, "messages": None, column: each} for each in nothing]
@@ -408,7 +440,7 @@ def test_a_record_with_nothing_in_its_place_is_left_out_and_counted(
         else:
             pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
         made = prepared(path, out=tmp_path / column)
-        assert made.num_empty == 2
+        assert made.num_empty == len(nothing)
         assert sorted(every_document(tmp_path / column)) == sorted(t.encode() for t in texts)
 
 
@@ -431,6 +463,43 @@ def test_files_of_a_folder_that_are_not_read_are_told(tmp_path: Path) -> None:
         "apart"
     ]
     assert len(every_document(tmp_path / "beside")) == 30
+
+
+def test_a_compressed_file_of_a_folder_is_not_said_to_be_left_out(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl.gz").write_bytes(b"")
+    (tmp_path / "b.JSONL").write_bytes(b"")
+    assert not list(passed_over([str(tmp_path)]))
+    assert [path.name for path in input_files([str(tmp_path)])] == ["a.jsonl.gz", "b.JSONL"]
+
+
+@pytest.mark.parametrize(
+    ("name", "next_step"),
+    [
+        ("nowhere.txt", "correct the path"),
+        ("-", "write what comes through that pipe into a file first"),
+        ("pipe", "write what comes through that pipe into a file first"),
+        ("https://127.0.0.1/a.jsonl", "fetch it first"),
+        ("of [1]/*.txt", r"a bracket of a name is written as \[\[\]: .*of \[\[\]1\]/"),
+    ],
+)
+def test_an_input_that_is_no_file_is_refused_with_how_it_becomes_one(
+    name: str, next_step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("pipe")
+    Path("of [1]").mkdir()
+    with pytest.raises(NoInputError, match=f"{re.escape(name)} names no file; .*{next_step}"):
+        input_files([name])
+
+
+def test_lists_of_a_folder_are_read_without_the_card_beside_them(tmp_path: Path) -> None:
+    for name in ("a.json", "sub/b.json.gz", "README.md", "LICENSE"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"")
+    assert [path.name for path in input_files([str(tmp_path)])] == ["a.json", "b.json.gz"]
+    assert [line.count("such as LICENSE") for line in passed_over([str(tmp_path)])] == [1]
+    (tmp_path / "book.txt").write_text("a book")
+    assert len(input_files([str(tmp_path)])) == 5
 
 
 def test_folders_that_a_folder_links_to_are_read_once(tmp_path: Path) -> None:
@@ -474,9 +543,13 @@ def test_text_that_is_not_utf_8_is_refused_for_a_tokenizer(tmp_path: Path) -> No
 
 def test_a_tokenizer_that_is_none_is_refused_before_any_work(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "a.jsonl", 30)
-    (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(BadDataError, match=r"tokenizer\.json is no tokenizer"):
-        prepared(tmp_path / "a.jsonl", out=tmp_path / "out", tokenizer=tmp_path / "tokenizer.json")
+    for content, next_step in ((b"{}", "save_pretrained"), (b'{"model": 1}', "upgrade tokenizers")):
+        (tmp_path / "tokenizer.json").write_bytes(content)
+        with pytest.raises(BadDataError, match=r"tokenizer\.json is no tokenizer") as caught:
+            prepared(
+                tmp_path / "a.jsonl", out=tmp_path / "out", tokenizer=tmp_path / "tokenizer.json"
+            )
+        assert next_step in caught.value.next_step
     with pytest.raises(NoInputError, match=r"the tokenizer .*nowhere is not there"):
         prepared(tmp_path / "a.jsonl", out=tmp_path / "out", tokenizer=tmp_path / "nowhere")
     folder = write_tokenizer(tmp_path / "tokenizer")
@@ -564,36 +637,3 @@ def test_of_a_single_document_the_end_is_held_out(row: int | None, tmp_path: Pat
             text
         )
     assert made.manifest.num_tokens("held_out") > 32
-
-
-def test_a_file_that_is_held_out_is_not_trained_on_though_the_inputs_name_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    for number in range(9):
-        (tmp_path / f"{number}.txt").write_text(f"{number} " * 9)
-    (tmp_path / "long.txt").write_text("longer " * 99)
-    (tmp_path / "link.txt").symlink_to("long.txt")
-    command = ["data", "prepare", "*.txt", "--out"]
-    assert console.run(cli.root, [*command, "out", "--held-out", "long.txt"]) == 0
-    made = read_manifest(tmp_path / "out")
-    assert made.num_tokens("training") == 9 * (18 + 1)
-    assert made.num_tokens("held_out") == 7 * 99 + 1
-    assert "more is held out than there is to train on" in capsys.readouterr().err
-    assert console.run(cli.root, [*command, "even", "--held-out", "3.txt"]) == 0
-    assert "more is held out" not in capsys.readouterr().err
-    assert console.run(cli.root, [*command, "none", "--held-out", "*.txt"]) == 66
-    assert "all that is to be trained on is held out" in capsys.readouterr().err
-
-
-def test_tokens_that_are_held_out_are_not_trained_on_though_the_inputs_name_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    for name, count in (("a", 100), ("b", 50)):
-        (tmp_path / f"{name}.bin").write_bytes(bytes(2 * count))
-    command = ["data", "prepare", "*.bin", "--vocab-size", "9", "--token-bytes", "2", "--out"]
-    assert console.run(cli.root, [*command, "out", "--held-out", "b.bin"]) == 0
-    made = read_manifest(tmp_path / "out")
-    assert (made.num_tokens("training"), made.num_tokens("held_out")) == (100, 50)
-    assert console.run(cli.root, [*command, "none", "--held-out", "*.bin"]) == 66

@@ -14,6 +14,7 @@ import pyarrow.parquet
 import pytest
 from tokenizers import Tokenizer
 
+from node.island.data import documents as reading
 from node.island.data.documents import documents_of, parts_of
 from node.island.data.inputs import input_files, passed_over
 from node.island.data.records import Document, document_of
@@ -141,7 +142,8 @@ def test_what_stands_beside_messages_and_changes_them_is_refused(
     [
         ({"prompt": "a", "chosen": "b", "rejected": "c"}, "--function MODULE:NAME"),
         ({"instruction": "a", "input": "", "output": "c"}, "jq -c '{messages: "),
-        ({"question": "a", "answer": "b"}, "--field"),
+        ({"question": "a", "answer": "b"}, 'content: .question}, {role: "assistant"'),
+        ({"title": "a", "answer": "b"}, "--field"),
         ({"prompt": "a", "completion": "b", "label": False}, None),
         ({"prompt": "a", "completion": [{"role": "assistant", "content": "b"}]}, None),
         ({"conversations": [{"from": "somebody", "value": "x"}]}, None),
@@ -159,6 +161,42 @@ def test_records_of_another_shape_are_refused_with_what_to_type(
         with pytest.raises(BadDataError) as refused:
             read(tmp_path / name)
         assert next_step is None or next_step in refused.value.next_step
+
+
+@pytest.mark.parametrize("key", ["user", "assistant", "system"])
+def test_a_message_without_words_is_not_the_word_none(key: str, tmp_path: Path) -> None:
+    record = {"messages": [{"role": key, "content": None}, *MESSAGES[1:]]}
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([record]), tmp_path / "a.parquet")
+    (tmp_path / "a.jsonl").write_text(json.dumps(record))
+    folder = write_tokenizer(tmp_path / "tokenizer", is_chat=True)
+    tokenizer = FileTokenizer(folder)
+    for name in ("a.parquet", "a.jsonl"):
+        [document] = read(tmp_path / name)
+        [[encoded]] = tokenizer.encode([document])
+        text = Tokenizer.from_file(str(folder / "tokenizer.json")).decode(
+            encoded.tokens.tolist(), skip_special_tokens=False
+        )
+        assert text.startswith(f"<|im_start|>{key}\n<|im_end|>\n") and "None" not in text
+
+
+@pytest.mark.parametrize("nothing", ["", None, [], [{"type": "text", "text": ""}]])
+def test_an_answer_without_words_is_not_learned(nothing: object) -> None:
+    empty = {"role": "assistant", "content": nothing}
+    _, learned = meant({"messages": [MESSAGES[1], empty, *MESSAGES[1:]]})
+    assert learned == (False, False, False, True)
+    assert document_of({"messages": [MESSAGES[1], empty]}, "text", "").text == b""
+    assert document_of({"prompt": [MESSAGES[1]], "completion": [empty]}, "text", "").text == b""
+    call = {"type": "function", "function": {"name": "look", "arguments": {}}}
+    for beside in ({"tool_calls": [call]}, {"reasoning_content": "hm"}):
+        _, learned = meant({"messages": [MESSAGES[1], {**empty, **beside}]})
+        assert learned == (False, True)
+
+
+def test_content_that_is_no_text_is_refused_but_for_what_tools_answer() -> None:
+    for content in (5, {"a": 1}, True):
+        with pytest.raises(BadDataError, match=r"of the role 'user' has .* as its content"):
+            meant({"messages": [{"role": "user", "content": content}]})
+        meant({"messages": [{"role": "tool", "content": content}]})
 
 
 def test_of_a_prompt_and_its_completion_the_completion_is_learned(tmp_path: Path) -> None:
@@ -282,7 +320,39 @@ def test_a_table_in_text_is_read_with_ends_of_lines_in_quotes(
 
 
 @pytest.mark.parametrize(
-    "name", ["a.jsonl.zst", "a.jsonl.bz2", "a.jsonl.xz", "a.json.gz", "a.json"]
+    "lines",
+    [
+        "id;text\n1;a, and b\n",
+        "text;id\na, and b;1\n",
+        '"id"\ttext\n1\ta, and b\n',
+        'text\n"a, and b"\n',
+    ],
+)
+def test_a_table_in_text_may_have_semicolons_or_tabs_between_its_fields(
+    lines: str, tmp_path: Path
+) -> None:
+    (tmp_path / "a.CSV").write_text(lines)
+    assert [each.text for each in read(tmp_path / "a.CSV")] == [b"a, and b"]
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.json.GZ"])
+@pytest.mark.parametrize("indent", [None, 1])
+def test_a_list_of_records_is_read_a_little_at_a_time(
+    indent: int | None, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading, "READ_AHEAD", 7)
+    texts = [f'"größer" [{i}, {"x" * i}' for i in range(40)]
+    for own in (texts, []):
+        whole = json.dumps([{"text": each} for each in own], indent=indent, ensure_ascii=False)
+        data = f"\ufeff \n{whole}\n".encode()
+        (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith("GZ") else data)
+        found = read(tmp_path / name)
+        assert [each.text.decode() for each in found] == own
+
+
+@pytest.mark.parametrize(
+    "name",
+    [*("a.jsonl.zst", "a.jsonl.bz2", "a.jsonl.xz", "a.json.gz", "a.json"), "A.JSONL.GZ"],
 )
 def test_lines_are_read_however_they_are_compressed_and_called(name: str, tmp_path: Path) -> None:
     def in_frames(data: bytes) -> bytes:
@@ -293,7 +363,7 @@ def test_lines_are_read_however_they_are_compressed_and_called(name: str, tmp_pa
     compress = {".zst": in_frames, ".bz2": bz2.compress, ".xz": lzma.compress, ".gz": gzip.compress}
     texts = [f"text {i}" for i in range(99)]
     lines = "".join(json.dumps({"text": each}) + "\n" for each in texts).encode()
-    (tmp_path / name).write_bytes(compress.get(Path(name).suffix, bytes)(lines))
+    (tmp_path / name).write_bytes(compress.get(Path(name).suffix.lower(), bytes)(lines))
     assert [each.text.decode() for each in read(tmp_path / name)] == texts
 
 

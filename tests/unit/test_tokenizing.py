@@ -11,7 +11,8 @@ from transformers import AutoTokenizer
 from node.island.data import tokenizing
 from node.island.data.records import Document
 from node.island.data.tokenizing import FileTokenizer
-from tests.unit.tokens_scene import END, words, write_tokenizer
+from protocol.terminal import cli, console
+from tests.unit.tokens_scene import END, prepared, words, write_tokenizer
 
 
 @pytest.mark.parametrize("template", ["$A", "<bos> $A", "<bos> $A <|endoftext|>"])
@@ -68,3 +69,34 @@ def test_special_tokens_are_found_where_transformers_looks_for_them(
     assert encoded.tokens.tolist() == theirs(text, add_special_tokens=False).input_ids
     assert encoded.tokens[-1] == theirs.eos_token_id
     assert theirs.eos_token == (END if settings else "<|im_end|>")
+
+
+def test_names_of_special_tokens_in_what_people_wrote_are_counted_and_placed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_tokenizer(tmp_path / "tokenizer", is_chat=True)
+    records: list[dict[str, Any]] = [{"text": f"text {i}"} for i in range(20)]
+    records += [{"text": f"{i} is no <|im_end|>"} for i in range(3)]
+    records += [{"prompt": "what is <|im_start|>?", "completion": "a token"}]
+    turns = [{"role": "user", "content": "x<|im_end|>\n<|im_start|>system\ny"}]
+    records += [{"messages": [*turns, {"role": "assistant", "content": "z"}]}]
+    places = [0]
+    with (tmp_path / "a.jsonl").open("w") as file:
+        for record in records:
+            places.append(places[-1] + file.write(json.dumps(record) + "\n"))
+    named = prepared(
+        tmp_path / "a.jsonl",
+        out=tmp_path / "out",
+        tokenizer=folder,
+        repeated=((str(tmp_path / "a.jsonl"), 2.0),),
+    ).named
+    assert (named.num_texts, named.num_conversations) == (4, 1)
+    assert named.in_text == f"'<|im_end|>' in {tmp_path / 'a.jsonl'}, byte {places[20]}"
+    assert named.in_conversation == f"'<|im_end|>' in {tmp_path / 'a.jsonl'}, byte {places[24]}"
+    arguments = ["data", "prepare", str(tmp_path / "a.jsonl"), "--tokenizer", str(folder)]
+    assert console.run(cli.root, [*arguments, "--out", str(tmp_path / "told")]) == 0
+    told = capsys.readouterr().err
+    assert (
+        f"4 texts have the name of a special token, as {named.in_text}: there it is letters" in told
+    )
+    assert "1 conversations have the name" in told

@@ -1,4 +1,4 @@
-"""atoll data prepare and atoll data check. What they do is imported when they do it."""
+"""atoll data prepare, show and check. What they do is imported when they do it."""
 
 import os
 import signal
@@ -12,16 +12,17 @@ from typing import TYPE_CHECKING
 import click
 
 from node.installed import READING, require_installed
-from protocol.errors import UsageError
+from protocol.errors import NoInputError, UsageError
 from protocol.files.durable import as_typed
 from protocol.terminal import console
 from protocol.terminal.console import PathAtHome
 
 if TYPE_CHECKING:
     from node.island.data.foreign import Adopted
-    from node.island.data.manifest import Manifest, State
+    from node.island.data.manifest import Manifest, Split, State
     from node.island.data.preparing import Wanted
-    from node.island.data.shard_writing import InSeveral
+    from node.island.data.shard_writing import InSeveral, Named
+    from node.island.data.showing import Shown
 
 LINE_SECONDS = 10.0
 """How often progress is told where nobody sees a line change."""
@@ -211,7 +212,15 @@ def _prepare(wanted: "Wanted") -> None:
         _tell_sources(wanted.repeated, made.tokens_of)
     if made.in_several.num_conversations:
         _tell_several(made.in_several)
-    _tell(wanted.out, made.manifest, num_empty=made.num_empty, num_cut=made.num_cut)
+    _warn_of_names(made.named)
+    _tell(
+        wanted.out,
+        made.manifest,
+        num_files=made.num_files,
+        num_empty=made.num_empty,
+        num_held_out_too=made.num_held_out_too,
+        num_cut=made.num_cut,
+    )
 
 
 def _refuse(given: dict[str, str | int | None], *, because: str, next_step: str) -> None:
@@ -277,6 +286,24 @@ def _tell_several(several: "InSeveral") -> None:
     )
 
 
+def _warn_of_names(named: "Named") -> None:
+    """Of special tokens that somebody has written out by their names."""
+    if named.num_texts:
+        click.echo(
+            f"warning: {named.num_texts:,} texts have the name of a special token, as {named.in_text}: there "
+            "it is letters and not that token; let a chat template write the tokens of conversations, which "
+            "records have as 'messages'",
+            err=True,
+        )
+    if named.num_conversations:
+        click.echo(
+            f"warning: {named.num_conversations:,} conversations have the name of a special token in what is "
+            f"said, as {named.in_conversation}: there it is that token, and may end a turn or begin another; "
+            "remove it",
+            err=True,
+        )
+
+
 @contextmanager
 def _kept_when_interrupted(progress: "_Progress") -> Iterator[None]:
     """SIGTERM, which batch systems send, ends it as Ctrl-C does, its processes too; both say how to go on."""
@@ -309,17 +336,28 @@ def _files_of_tokens(inputs: tuple[str, ...], *, but_for: tuple[str, ...] = ()) 
     return tokens
 
 
-def _tell(out: Path, manifest: "Manifest", *, num_empty: int = 0, num_cut: int = 0) -> None:
+def _tell(
+    out: Path,
+    manifest: "Manifest",
+    *,
+    num_files: int | None = None,
+    num_empty: int = 0,
+    num_held_out_too: int = 0,
+    num_cut: int = 0,
+) -> None:
     """What was made, and the lines of the run file that name it."""
     from node.island.data.preparing import as_run_file
 
     trained, kept_back = manifest.num_tokens("training"), manifest.num_tokens("held_out")
     num_documents = sum(s.num_documents for s in (*manifest.training, *manifest.held_out))
-    pieces = "documents" if manifest.row is None else "pieces of documents"
-    empty = f"; {num_empty:,} without text left out" if num_empty else ""
+    _, pieces = _PIECES[manifest.row is not None]
+    files = "" if num_files is None else f" from {num_files:,} file{'s' * (num_files != 1)}"
+    left_out = f"; {num_empty:,} without text left out" if num_empty else ""
+    if num_held_out_too:
+        left_out += f"; {num_held_out_too:,} left out of training, as they are held out too"
     click.echo(
         f"{out}: {console.count_in_words(trained)} tokens to train on and "
-        f"{console.count_in_words(kept_back)} held out, of {num_documents:,} {pieces}{empty}"
+        f"{console.count_in_words(kept_back)} held out, of {num_documents:,} {pieces}{files}{left_out}"
     )
     if kept_back > trained:
         click.echo(
@@ -340,6 +378,75 @@ def _tell(out: Path, manifest: "Manifest", *, num_empty: int = 0, num_cut: int =
         )
     context = "" if manifest.row is None else f"\ncontext = {manifest.row - 1}"
     click.echo(f"\n[model]\nvocab_size = {manifest.vocab_size}{context}")
+
+
+@click.command()
+@click.argument("folder", type=PathAtHome(path_type=Path))
+@click.option(
+    "--held-out", is_flag=True, help="Of what is held out, in place of what is trained on."
+)
+@click.option(
+    "--document",
+    "numbers",
+    type=click.IntRange(0),
+    multiple=True,
+    metavar="NUMBER",
+    help="This document, counted from 0. Default: three, evenly spread.",
+)
+@click.option("--whole", is_flag=True, help="Show long texts to their end.")
+def show(folder: Path, held_out: bool, numbers: tuple[int, ...], whole: bool) -> None:
+    """Show documents of a folder of tokens as text, and what of them is learned.
+
+    A model reads all of a document. Of conversations and answers it learns the lines behind "learned".
+
+    Example: atoll data show ./tokens --document 17
+    """
+    require_installed(READING, to="show data")
+    from node.island.data.manifest import read_manifest
+    from node.island.data.showing import TokenFolder, lengths_in_words, some_of
+
+    manifest = read_manifest(folder)
+    tokens = TokenFolder(folder, manifest)
+    split: Split = "held_out" if held_out else "training"
+    lengths = tokens.lengths(split)
+    if not len(lengths):
+        raise NoInputError(
+            f"{folder} has no documents that are {'held out' if held_out else 'trained on'}",
+            next_step="show the others, without --held-out" if held_out else "add --held-out",
+        )
+    piece, pieces = _PIECES[manifest.row is not None]
+    purpose = "held out" if held_out else "to train on"
+    click.echo(f"{len(lengths):,} {pieces} {purpose}: {lengths_in_words(lengths)}")
+    for number in numbers or some_of(len(lengths)):
+        _show_document(
+            piece, tokens.document(split, number), most=None if whole else SHOWN_CHARACTERS
+        )
+
+
+SHOWN_CHARACTERS = 600
+"""Of neighbouring tokens that are learned alike."""
+
+
+_PIECES = {False: ("document", "documents"), True: ("piece", "pieces of documents")}
+"""What offsets part tokens into, by whether rows are packed."""
+
+
+def _show_document(piece: str, shown: "Shown", *, most: int | None) -> None:
+    learned = (
+        "all learned"
+        if shown.num_learned == shown.num_tokens
+        else f"{shown.num_learned:,} of them learned"
+    )
+    padding = f", and {shown.num_padding:,} of padding" if shown.num_padding else ""
+    click.echo(
+        f"\n{piece} {shown.number}, in {shown.file}: {shown.num_tokens:,} tokens, {learned}{padding}"
+    )
+    for stretch in shown.stretches:
+        mark = "learned" if stretch.is_learned else "read"
+        text = console.printable(stretch.text, most=len(stretch.text) if most is None else most)
+        for line in text.split("\n"):
+            click.echo(f"{mark:>9} | {line}")
+            mark = ""
 
 
 @click.command()

@@ -1,6 +1,6 @@
 """Documents of the files that people have, a part of a file at a time.
 
-Plain text, JSON lines, CSV, Parquet, and the Arrow files that Hugging Face's datasets writes.
+Plain text, JSON lines and lists, CSV, Parquet, and the Arrow files that Hugging Face's datasets writes.
 
 A part can be read without what comes before it, so that processes share a large file. What is cut
 where depends on the files alone. A document is one file of text, one line of JSON or one row of a
@@ -11,6 +11,7 @@ node.island.data.records.
 
 import bz2
 import codecs
+import contextlib
 import csv
 import gzip
 import io
@@ -61,7 +62,7 @@ def parts_of(path: Path, part_bytes: int, *, document_bytes: int = DOCUMENT_BYTE
     if kind == "arrow":
         return _record_batches(path, part_bytes)
     _check_encoding(path)
-    if kind == "csv" or is_compressed(path):  # no reading from the middle
+    if kind in ("json", "csv") or is_compressed(path):  # no reading from the middle
         return [
             Part(
                 path=path,
@@ -94,6 +95,8 @@ def documents_of(part: Part, *, field: str) -> Iterator[Document]:
         yield from _texts(part)
     elif part.kind == "jsonl":
         yield from _lines(part, field)
+    elif part.kind == "json":
+        yield from _listed(part, field)
     elif part.kind == "csv":
         yield from _table_lines(part, field)
     elif part.kind == "parquet":
@@ -104,8 +107,8 @@ def documents_of(part: Part, *, field: str) -> Iterator[Document]:
 
 _REFUSED = {
     ".json": (
-        "one JSON value",
-        "write a record a line, as jq -c '.[]' does with a list of records",
+        "neither a list of records nor a record a line",
+        "write a record a line, as jq -c '.data[]' does where 'data' has a list of them",
     ),
     ".zip": ("an archive", "unpack it, and name the folder"),
     ".tar": ("an archive", "unpack it, and name the folder"),
@@ -115,8 +118,8 @@ _REFUSED = {
 def _kind_of(path: Path) -> Kind:
     """By its name, but .json may have a record a line. Raises BadDataError for what holds no documents."""
     suffix = suffix_of(path)
-    if suffix == ".json" and _has_lines(path):
-        return "jsonl"  # as C4 and Dolma have it
+    if suffix == ".json" and (kind := _kind_of_json(path)) is not None:
+        return kind
     if suffix in _REFUSED:
         what, next_step = _REFUSED[suffix]
         raise BadDataError(
@@ -126,16 +129,22 @@ def _kind_of(path: Path) -> Kind:
     return KINDS.get(suffix, "text")
 
 
-def _has_lines(path: Path) -> bool:
-    """Whether a file begins with a line that is a whole record."""
+def _kind_of_json(path: Path) -> Kind | None:
+    """A list of records, or a record a line as C4 and Dolma have it; None for what is neither."""
     with _opened(path) as file:
         try:
-            begins = file.read(1)  # a list may be one line of any length
-            return begins == b"{" and bool(json.loads(begins + file.readline()))
+            begins = file.read(len(codecs.BOM_UTF8)).removeprefix(codecs.BOM_UTF8).lstrip()
+            while not begins and (more := file.read(1)):
+                begins = more.strip()
+            if begins.startswith(b"["):  # which may be one line of any length
+                return "json"
+            if begins.startswith(b"{") and json.loads(begins + file.readline()):
+                return "jsonl"
         except (ValueError, RecursionError):
-            return False
+            pass
         except _NOT_UNPACKED as error:
             raise _not_whole(path, error) from error
+    return None
 
 
 def _check_encoding(path: Path) -> None:
@@ -172,7 +181,7 @@ def _check_is_text(path: Path) -> None:
 
 
 def _opened(path: Path) -> IO[bytes]:
-    opener = _OPENERS.get(path.suffix, open)
+    opener = _OPENERS.get(path.suffix.lower(), open)
     return cast("IO[bytes]", opener(path, "rb"))
 
 
@@ -229,9 +238,20 @@ def _streamed(file: IO[bytes], document_bytes: int, path: Path) -> Iterator[Docu
     start = 0
     while text := file.read(document_bytes):
         text += file.readline(LONGEST_LINE_BYTES)
+        text += file.read(_missing_bytes(text))
         where = f"{path}, byte {start} of what is unpacked"
         yield Document(text=_without_mark(text, start), where=where)
         start += len(text)
+
+
+def _missing_bytes(text: bytes) -> int:
+    """How many bytes the last character of a text lacks, by the byte that it begins with."""
+    for num_there, byte in enumerate(reversed(text[-3:]), start=1):
+        if byte >= 0xC0:
+            return max(0, 2 + (byte >= 0xE0) + (byte >= 0xF0) - num_there)
+        if byte < 0x80:
+            return 0
+    return 0
 
 
 def _without_mark(text: bytes, start: int) -> bytes:
@@ -278,17 +298,93 @@ def _record_of(line: bytes, path: Path, place: int) -> dict[str, Any]:
     )
 
 
+def _listed(part: Part, field: str) -> Iterator[Document]:
+    """Records of one list, of which a little is in memory at a time."""
+    number = 0
+    try:
+        with _opened(part.path) as file, io.TextIOWrapper(file, encoding="utf-8-sig") as text:
+            for record in _values_of(_Signs(text)):
+                if not isinstance(record, dict):
+                    raise ValueError(f"{kind_in_words(record)}, no object")
+                yield document_of(record, field, f"{part.path}, record {number}")
+                number += 1
+    except (ValueError, RecursionError) as error:  # also what is no JSON, or no UTF-8
+        raise BadDataError(
+            f"{part.path}: record {number} of its list, counted from 0, cannot be read: {error}",
+            next_step="correct that record, or write a record a line",
+        ) from error
+    except _NOT_UNPACKED as error:
+        raise _not_whole(part.path, error) from error
+
+
+def _values_of(signs: "_Signs") -> Iterator[Any]:
+    """Values of a list of JSON, one after the other. Raises ValueError where it is none."""
+    signs.take()  # the bracket
+    sign = "" if signs.next() == "]" else ","
+    while sign == ",":
+        yield signs.value()
+        if (sign := signs.take()) not in (",", "]"):
+            raise ValueError(f"a comma or the end of the list is missing before {sign!r}")
+
+
+class _Signs:
+    """Signs of JSON that is read as far as it is needed."""
+
+    def __init__(self, text: IO[str]) -> None:
+        self._text = text
+        self._held, self._at = "", 0
+
+    def next(self) -> str:
+        """The next sign that is no space; empty at the end."""
+        while True:
+            while self._at < len(self._held) and self._held[self._at].isspace():
+                self._at += 1
+            if self._at < len(self._held) or not self._read():
+                return self._held[self._at : self._at + 1]
+
+    def take(self) -> str:
+        """The same, and goes on behind it."""
+        sign = self.next()
+        self._at += len(sign)
+        return sign
+
+    def value(self) -> Any:
+        """The next value. Raises JSONDecodeError where there is none."""
+        self.next()
+        while True:
+            try:
+                value, self._at = _DECODER.raw_decode(self._held, self._at)
+            except json.JSONDecodeError:
+                if not self._read():  # it may be whole once more is there
+                    raise
+            else:
+                return value
+
+    def _read(self) -> str:
+        """Twice as much at each try, for what is long or damaged."""
+        left = self._held[self._at :]
+        more = self._text.read(max(READ_AHEAD, len(left)))
+        self._held, self._at = left + more, 0
+        return more
+
+
+_DECODER = json.JSONDecoder()
+READ_AHEAD = 1 << 20
+
+
 def _table_lines(part: Part, field: str) -> Iterator[Document]:
     """Rows of a table in text, of which the first has the names; what is quoted may hold ends of lines."""
     csv.field_size_limit(LONGEST_FIELD)
-    separator = "\t" if ".tsv" in part.path.suffixes else ","
+    separators = "\t" if ".tsv" in part.path.suffixes else ",;\t"
     line = 1
     try:
         with (
             _opened(part.path) as file,
             io.TextIOWrapper(file, encoding="utf-8-sig", newline="") as text,
         ):
-            rows = csv.reader(text, delimiter=separator, strict=True)
+            first = text.readline()
+            separator = _separator_of(first, separators, field, part.path)
+            rows = csv.reader(itertools.chain([first], text), delimiter=separator, strict=True)
             names = next(rows, [])
             columns_of(names, field, part.path)
             for row in rows:
@@ -312,6 +408,15 @@ def _table_lines(part: Part, field: str) -> Iterator[Document]:
         ) from error
     except _NOT_UNPACKED as error:
         raise _not_whole(part.path, error) from error
+
+
+def _separator_of(first: str, separators: str, field: str, path: Path) -> str:
+    """By which the first line has the field: spreadsheets of many countries write semicolons."""
+    for separator in separators:
+        with contextlib.suppress(BadDataError, csv.Error):
+            columns_of(next(csv.reader([first], delimiter=separator), []), field, path)
+            return separator
+    return separators[0]
 
 
 LONGEST_FIELD = 1 << 30

@@ -12,7 +12,7 @@ from protocol.files.durable import expanded
 
 SOME_OF_A_FOLDER = "name the others: 'folder/**/*.txt', in quotes, takes all such below a folder"
 
-Kind = Literal["text", "jsonl", "csv", "parquet", "arrow"]
+Kind = Literal["text", "json", "jsonl", "csv", "parquet", "arrow"]
 
 KINDS: dict[str, Kind] = {
     ".jsonl": "jsonl",
@@ -46,10 +46,7 @@ def input_files(patterns: Iterable[str], *, but_for: Sequence[str] = ()) -> list
             matches = [Path(each) for each in sorted(glob.glob(str(path), recursive=True))]  # noqa: PTH207 - Path.glob takes no absolute patterns
         files = [each for each in matches if each.is_file()]
         if not files:
-            raise NoInputError(
-                f"{pattern} names no file",
-                next_step="correct the path; 'folder/**/*.txt', in quotes, takes all below a folder",
-            )
+            raise NoInputError(f"{pattern} names no file", next_step=_how_to_name(path))
         for each in files:
             found.setdefault(each.resolve(), each)
     for each in input_files(but_for) if but_for else ():
@@ -60,6 +57,18 @@ def input_files(patterns: Iterable[str], *, but_for: Sequence[str] = ()) -> list
             next_step="hold other files out, or a share, as --held-out 0.01",
         )
     return list(found.values())
+
+
+def _how_to_name(path: Path) -> str:
+    """What to do where a path leads to nothing that is read."""
+    if path.is_fifo() or path.is_char_device() or str(path) == "-":
+        return "write what comes through that pipe into a file first, and name the file"
+    if "://" in str(path) or ":/" in str(path):
+        return "fetch it first, and name the file: text is prepared once, on one machine"
+    fixed = [each for each in path.parents if "[" in each.name and each.is_dir()]
+    if fixed:
+        return f"beside wildcards a bracket of a name is written as [[]: {glob.escape(str(fixed[0]))}/…"
+    return "correct the path; 'folder/**/*.txt', in quotes, takes all below a folder"
 
 
 def passed_over(patterns: Iterable[str]) -> Iterator[str]:
@@ -86,13 +95,13 @@ def _data_within(folder: Path) -> tuple[list[Path], list[Path]]:
         named = json.loads((folder / "state.json").read_bytes())["_data_files"]
         return [folder / each["filename"] for each in named], []
     files = sorted(_files_below(folder))
-    of_kinds = [
-        each for each in files if suffix_of(each) in _MADE_FOR_DATA and not _is_derived(each)
-    ]
+    # Beside data of another kind .json is as often a description of them.
+    is_json = {suffix_of(each) for each in files} <= {".json", ".md", ""}
+    kinds = frozenset({".json"}) if is_json else _MADE_FOR_DATA
+    of_kinds = [each for each in files if suffix_of(each) in kinds and not _is_derived(each)]
+    taken = frozenset(of_kinds)
     others = [
-        each
-        for each in files
-        if each.suffix not in {*_MADE_FOR_DATA, *BESIDE_TOKENS, ".md"} or _is_derived(each)
+        each for each in files if each not in taken and each.suffix not in {*BESIDE_TOKENS, ".md"}
     ]
     for each in of_kinds or files:
         if not each.exists():
@@ -140,4 +149,4 @@ def suffix_of(path: Path) -> str:
 
 def is_compressed(path: Path) -> bool:
     """Whether it is unpacked while it is read."""
-    return path.suffix in COMPRESSED
+    return path.suffix.lower() in COMPRESSED

@@ -46,10 +46,12 @@ from node.island.data.shard_writing import (
     HASHES,
     Encoding,
     InSeveral,
+    Named,
     Receipt,
     ShardJob,
     ShardWriter,
     bits_of,
+    hashes_of,
     pack,
     token_bytes_of,
     write_shard,
@@ -109,9 +111,12 @@ class Prepared:
     """What a preparation has made."""
 
     manifest: Manifest
+    num_files: int
     num_empty: int
+    num_held_out_too: int  # left out of what is trained on: files of their own hold the same out
     num_cut: int  # pieces to train on that begin within a document longer than a row
     in_several: InSeveral
+    named: Named
     tokens_of: dict[str, int]  # to train on, for each pattern that is repeated; "" has the others'
 
 
@@ -130,6 +135,7 @@ def prepare(
     for line in passed_over((*wanted.inputs, *wanted.held_out_inputs)):
         say(line)
     jobs = plan_jobs(wanted)
+    times = _times_of(jobs)
     work = wanted.out.resolve().parent / f".{wanted.out.resolve().name}.preparing"
     make_folder(work)
     lock = FolderLock.take(
@@ -144,18 +150,29 @@ def prepare(
             field=wanted.field,
             held_out_below=0 if wanted.held_out_inputs else round(wanted.held_out * HASHES),
             row=wanted.row,
+            held_out_hashes=work / _HASHES_FILE if wanted.held_out_inputs else None,
         )
-        _begin(work, _identity(wanted, jobs, copied), say)
+        _begin(work, _identity(wanted, jobs, copied, times), say)
         for name, content in copied.items():
             with refusing(work / name):
                 (work / name).write_bytes(content)
         tokenizer = encoding.opened()  # what is wrong with it is told before any work
+        if encoding.held_out_hashes is not None:
+            held_out = hashes_of((job for job in jobs if job.is_held_out), wanted.field)
+            with refusing(work):
+                encoding.held_out_hashes.write_bytes(held_out.tobytes())
         receipts = _write_all(work, jobs, encoding, wanted.jobs, on_state)
         if not wanted.held_out_inputs:
             receipts = _with_one_held_out(work, jobs, encoding, wanted, receipts, on_state)
+        for path in (path for path, time in _times_of(jobs).items() if time != times[path]):
+            say(
+                f"warning: {path} was changed while it was read, so what was read may be of before and of "
+                "after; prepare it again once nobody writes it"
+            )
         manifest = _merged(work, receipts, encoding, tokenizer, tuple(copied))
         num_empty = sum(receipt.num_empty for receipt in receipts)
-        _check_both_splits(manifest, wanted, num_empty=num_empty)
+        num_held_out_too = sum(receipt.num_held_out_too for receipt in receipts)
+        _check_both_splits(manifest, wanted, num_empty=num_empty, num_held_out_too=num_held_out_too)
         _check_something_is_learned(manifest)
         with refusing(wanted.out):
             write_atomically(work / MANIFEST_FILE, manifest.as_written())
@@ -169,11 +186,14 @@ def prepare(
         lock.release()
     return Prepared(
         manifest=manifest,
+        num_files=len(times),
         num_empty=num_empty,
+        num_held_out_too=num_held_out_too,
         num_cut=sum(receipt.num_cut for receipt in receipts),
         in_several=functools.reduce(
             InSeveral.plus, (receipt.in_several for receipt in receipts), InSeveral()
         ),
+        named=functools.reduce(Named.plus, (receipt.named for receipt in receipts), Named()),
         tokens_of={
             source: sum(receipt.tokens_of.get(source, 0) for receipt in receipts)
             for source in (*(pattern for pattern, _ in wanted.repeated), "")
@@ -181,15 +201,24 @@ def prepare(
     )
 
 
-def _check_both_splits(manifest: Manifest, wanted: Wanted, *, num_empty: int) -> None:
+def _check_both_splits(
+    manifest: Manifest, wanted: Wanted, *, num_empty: int, num_held_out_too: int
+) -> None:
     """Raises BadDataError where nothing is there to train on, or nothing is held out."""
     if manifest.training and manifest.held_out:
         return
     documents = sum(s.num_documents for s in (*manifest.training, *manifest.held_out))
     if not documents:
+        found = f"{num_empty:,} documents, all of them empty" if num_empty else "not one document"
         raise BadDataError(
-            f"{' '.join(wanted.inputs)} has no text: {num_empty} documents, all of them empty",
+            f"{' '.join(wanted.inputs)} has no text: {found}",
             next_step="name other files, or the key or column that has the text with --field KEY",
+        )
+    if num_held_out_too and not manifest.training:
+        raise BadDataError(
+            f"all {num_held_out_too:,} documents to train on are held out too: "
+            f"{' '.join(wanted.held_out_inputs)} has the same ones",
+            next_step="hold other files out, or a share, as --held-out 0.01",
         )
     which = "held out" if manifest.training else "left to train on"
     raise BadDataError(
@@ -277,22 +306,31 @@ def _readings(
                 yield file, source, repetition, min(1.0, times - repetition)
 
 
-def _identity(wanted: Wanted, jobs: Sequence[ShardJob], copied: Mapping[str, bytes]) -> str:
+def _times_of(jobs: Sequence[ShardJob]) -> dict[Path, int | None]:
+    """When the files of some jobs were last changed; None for one that is gone."""
+    paths = {part.path for job in jobs for part in job.parts}
+    return {path: path.stat().st_mtime_ns if path.exists() else None for path in sorted(paths)}
+
+
+def _identity(
+    wanted: Wanted,
+    jobs: Sequence[ShardJob],
+    copied: Mapping[str, bytes],
+    times: Mapping[Path, int | None],
+) -> str:
     """Of the input and all options that the result depends on."""
     options = replace(wanted, inputs=(), out=Path(), tokenizer=None, held_out_inputs=(), jobs=1)
     hasher = blake3.blake3(repr(options).encode())
     for name, content in sorted(copied.items()):
         hasher.update(name.encode() + blake3.blake3(content).digest())
-    times: dict[Path, int] = {}
     for job in jobs:
         for part in job.parts:
-            if part.path not in times:
-                times[part.path] = part.path.stat().st_mtime_ns
             hasher.update(repr((job.number, job.is_held_out, part, times[part.path])).encode())
     return hasher.hexdigest()
 
 
 _IDENTITY_FILE = "identity"
+_HASHES_FILE = "held-out.hashes"
 
 
 def _begin(work: Path, identity: str, say: Callable[[str], None]) -> None:

@@ -5,7 +5,9 @@ learns something else than its data mean. How a conversation is written out is t
 (node.island.data.chat).
 """
 
+import itertools
 import json
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -64,6 +66,17 @@ _OTHER_SHAPES: tuple[tuple[frozenset[str], str], ...] = (
         'make messages of instructions: jq -c \'{messages: [{role: "user", content: ([.instruction, .input] '
         '| map(select(. != null and . != "")) | join("\\n"))}, {role: "assistant", content: .output}]}\'',
     ),
+    *(
+        (
+            frozenset({asks, answers}),
+            f'make messages of them: jq -c \'{{messages: [{{role: "user", content: .{asks}}}, '
+            f'{{role: "assistant", content: .{answers}}}]}}\'',
+        )
+        for asks, answers in (
+            *(("question", "answer"), ("prompt", "response"), ("query", "response")),
+            ("input", "output"),
+        )
+    ),
 )
 """Keys of records that mean something, and how else they are trained on."""
 
@@ -71,6 +84,11 @@ _OTHER_SHAPES: tuple[tuple[frozenset[str], str], ...] = (
 def columns_of(names: Sequence[str], field: str, path: Path) -> list[str]:
     """Columns that documents are made of; raises BadDataError where none has a text or a conversation."""
     own = field if field in names else field.partition(".")[0]
+    if names.count(own) > 1:
+        raise BadDataError(
+            f"{path}: {names.count(own)} columns are called {own!r}",
+            next_step="give each a name of its own, and name the one that has the text with --field COLUMN",
+        )
     is_other = {MESSAGES, CONVERSATIONS} & set(names) or {PROMPT, COMPLETION} <= set(names)
     if own in names or (field == TEXT and is_other):
         return [each for each in dict.fromkeys((own, *_OF_RECORDS)) if each in names]
@@ -98,6 +116,8 @@ def document_of(record: dict[str, Any], field: str, place: str) -> Document:
     has to be there, and may have messages.
     """
     text, is_there = _value_at(record, field), _has_place(record, field)
+    if isinstance(text, float) and math.isnan(text):  # as pandas has what is missing
+        text = None
     talks = (field,) if field in (MESSAGES, CONVERSATIONS) else (MESSAGES, CONVERSATIONS)
     if isinstance(text, str) and field not in talks:
         return Document(text=_encoded(text, place), where=place)
@@ -189,6 +209,9 @@ def _conversation(
     _refuse_others(record, _NOT_READ, place)
     messages = [_message(each, place) for each in turns]
     learned = [_is_learned(each, place) and i >= num_prompt for i, each in enumerate(messages)]
+    if any(learned) and not any(map(_says_something, itertools.compress(messages, learned))):
+        return Document(text=b"", where=place)
+    learned = [own and _says_something(each) for own, each in zip(learned, messages, strict=True)]
     if system := record.get(SYSTEM):
         first = {"role": "system", "content": system}
         if messages[0]["role"] == "system" and messages[0] != first:
@@ -259,10 +282,18 @@ def _message(turn: Any, place: str) -> dict[str, Any]:
     if not turn.keys() & {"content", "tool_calls"}:
         raise _no_message(turn, place)
     role, content = turn["role"], turn.get("content")
+    if content is None and not turn.get("tool_calls"):
+        content = ""  # templates would write null as the word None
+    message: dict[str, Any] = {**turn, "content": content} if "content" in turn else {**turn}
     if role != "assistant" and role.lower() in _ASSISTANTS:
         raise BadDataError(
             f"{place}: a message has the role {role!r}, and what is learned is the role 'assistant'",
             next_step="write 'assistant' in its place",
+        )
+    if not isinstance(content, str | list | None) and role != "tool":  # some answer with objects
+        raise BadDataError(
+            f"{place}: a message of the role {role!r} has {kind_in_words(content)} as its content",
+            next_step="write a text there",
         )
     for part in content if isinstance(content, list) else ():
         if not isinstance(part, dict) or not isinstance(part.get("text"), str):
@@ -272,10 +303,18 @@ def _message(turn: Any, place: str) -> dict[str, Any]:
                 next_step="take the records with text alone",
             )
     if (
-        thought := next((turn[k] for k in _REASONING if turn.get(k) is not None), None)
+        thought := next((message[k] for k in _REASONING if message.get(k) is not None), None)
     ) is not None:
-        return {"thinking": thought, **turn, "reasoning_content": thought}
-    return turn
+        return {"thinking": thought, **message, "reasoning_content": thought}
+    return message
+
+
+def _says_something(answer: dict[str, Any]) -> bool:
+    """Whether an answer has words, thoughts or calls: of one without a model would learn to end at once."""
+    content = answer.get("content")
+    said = "".join(part["text"] for part in content) if isinstance(content, list) else content
+    thought = answer.get("reasoning_content")
+    return any(each not in (None, "", []) for each in (said, thought, answer.get("tool_calls")))
 
 
 def _no_message(turn: Any, place: str) -> BadDataError:

@@ -9,7 +9,7 @@ learned and counts as no token.
 
 import os
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Annotated, Literal
@@ -144,6 +144,9 @@ class Encoding:
     field: str
     held_out_below: int  # documents whose hash is less are held out
     end_held_out: float | None = None  # instead: of each document this share, at its end
+    held_out_hashes: Path | None = (
+        None  # of documents that files of their own hold out; see hashes_of
+    )
     row: int | None  # tokens of a row, where rows are packed
 
     def opened(self) -> Tokenizer:
@@ -192,6 +195,32 @@ class InSeveral(Section):
         )
 
 
+class Named(Section):
+    """Documents whose own words have the name of a special token, and where the first of them is."""
+
+    num_texts: Count = 0  # there it is letters
+    num_conversations: Count = 0  # there it is that token
+    in_text: str = ""
+    in_conversation: str = ""
+
+    def plus(self, other: "Named") -> "Named":
+        """Both together."""
+        return Named(
+            num_texts=self.num_texts + other.num_texts,
+            num_conversations=self.num_conversations + other.num_conversations,
+            in_text=self.in_text or other.in_text,
+            in_conversation=self.in_conversation or other.in_conversation,
+        )
+
+    @classmethod
+    def of(cls, document: Document, name: str) -> "Named":
+        """One document."""
+        example = f"{name!r} in {document.where}"
+        if document.messages:
+            return cls(num_conversations=1, in_conversation=example)
+        return cls(num_texts=1, in_text=example)
+
+
 class Receipt(Section):
     """What a finished job has written."""
 
@@ -200,8 +229,10 @@ class Receipt(Section):
     files: dict[str, FileEntry]
     num_documents: int  # each once, however often it is repeated
     num_empty: int  # of them: those without text, which are left out
+    num_held_out_too: int  # of them: those that files of their own hold out as well; likewise
     num_answering: int  # of them: conversations, and answers to prompts
     in_several: InSeveral  # of them, too
+    named: Named  # likewise
     num_cut: int  # pieces in training that begin within a document longer than a row
     tokens_of: dict[str, int]  # to be learned in training, for each source
     least_hash: Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")] | None  # of its documents
@@ -345,18 +376,26 @@ def write_shard(
     name = f"{job.number:05}"
     training = ShardWriter(folder, name, token_bytes=token_bytes)
     held_out = ShardWriter(folder, f"{name}.held-out", token_bytes=token_bytes)
-    num_documents, num_empty, num_answering = 0, 0, 0
-    least_hash, in_several = HASHES, InSeveral()
+    num_documents, num_empty, num_held_out_too, num_answering = 0, 0, 0, 0
+    least_hash, in_several, named = HASHES, InSeveral(), Named()
+    held_out_hashes = np.empty(0, HASH_TYPE)
+    if encoding.held_out_hashes is not None and not job.is_held_out:
+        held_out_hashes = np.fromfile(encoding.held_out_hashes, HASH_TYPE)
     tokens_of = dict.fromkeys((part.source for part in job.parts), 0)
     for gathered in _gathered(job.parts, encoding.field, tell):
         num_documents += sum(not part.repetition for part, _ in gathered)
         num_empty += sum(not (part.repetition or document.text) for part, document in gathered)
-        kept = [(part, each) for part, each in gathered if each.text and _is_taken(each, part)]
+        taken = [(part, each) for part, each in gathered if each.text and _is_taken(each, part)]
+        kept = [own for own in taken if not _is_among(hash_of(own[1]), held_out_hashes)]
+        num_held_out_too += sum(not part.repetition for part, _ in taken)
+        num_held_out_too -= sum(not part.repetition for part, _ in kept)
         all_encoded = tokenizer.encode([document for _, document in kept])
         for (part, document), encoded in zip(kept, all_encoded, strict=True):
             value = hash_of(document)
             least_hash = min(least_hash, value)
             num_answering += has_parts(document) and not part.repetition
+            if not part.repetition and (special := tokenizer.named_in(document)) is not None:
+                named = named.plus(Named.of(document, special))
             if len(encoded) > 1 and not part.repetition:
                 in_several = in_several.plus(InSeveral.of(encoded))
             is_held_out = job.is_held_out or value < encoding.held_out_below
@@ -391,8 +430,10 @@ def write_shard(
         files=trained_files | measured_files,
         num_documents=num_documents,
         num_empty=num_empty,
+        num_held_out_too=num_held_out_too,
         num_answering=num_answering,
         in_several=in_several,
+        named=named,
         num_cut=num_cut,
         tokens_of=tokens_of,
         least_hash=None if least_hash == HASHES else f"{least_hash:016x}",
@@ -413,10 +454,29 @@ def _unless_empty(
 HASHES = 2**64
 """Hashes of documents are less."""
 
+HASH_TYPE = np.dtype("<u8")
+
 
 def hash_of(document: Document) -> int:
     """By its content: wherever a document comes, and as often as it does, it is in one split."""
     return int.from_bytes(blake3.blake3(document.text).digest(length=8), "little")
+
+
+def hashes_of(jobs: Iterable[ShardJob], field: str) -> npt.NDArray[np.uint64]:
+    """Of the documents that some jobs read, sorted."""
+    values = (
+        hash_of(document)
+        for job in jobs
+        for part in job.parts
+        for document in documents_of(part, field=field)
+        if document.text
+    )
+    return np.unique(np.fromiter(values, HASH_TYPE))
+
+
+def _is_among(value: int, hashes: npt.NDArray[np.uint64]) -> bool:
+    at = int(np.searchsorted(hashes, np.uint64(value)))
+    return at < len(hashes) and int(hashes[at]) == value
 
 
 def _is_taken(document: Document, part: Part) -> bool:

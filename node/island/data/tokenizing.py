@@ -8,6 +8,7 @@ only what the assistant says is to be learned.
 import itertools
 import json
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,6 +74,9 @@ class Tokenizer(Protocol):
     def encode(self, documents: list[Document]) -> list[list[Encoded]]:
         """Each document with its end; a conversation may become several. Raises BadDataError for no text."""
 
+    def named_in(self, document: Document) -> str | None:
+        """The first special token whose name the document's own words have; None where they have none."""
+
 
 class ByteTokenizer:
     """Each byte is a token, and a zero byte ends a document."""
@@ -83,6 +87,10 @@ class ByteTokenizer:
     def encode(self, documents: list[Document]) -> list[list[Encoded]]:
         """See Tokenizer."""
         return [[self._encoded(document)] for document in documents]
+
+    def named_in(self, document: Document) -> str | None:
+        """See Tokenizer: no byte has a name."""
+        return None
 
     def _encoded(self, document: Document) -> Encoded:
         if document.messages:
@@ -116,6 +124,11 @@ class FileTokenizer:
         self.end_of_document = self._end(vocabulary, end_of_document, path)
         self._begin = _before_a_text(self._tokenizer)
         self._templates = _chat_templates_of(folder, self._config)
+        added = self._tokenizer.get_added_tokens_decoder().values()
+        names = sorted(
+            (re.escape(each.content.encode()) for each in added if each.special), key=len
+        )
+        self._names = re.compile(b"|".join(reversed(names))) if names else None
 
     def _end(self, vocabulary: dict[str, int], named: str | None, path: Path) -> int:
         if named is not None:
@@ -148,6 +161,11 @@ class FileTokenizer:
             else [Encoded(tokens=next(plain), counted=None, text_bytes=len(document.text))]
             for document in documents
         ]
+
+    def named_in(self, document: Document) -> str | None:
+        """See Tokenizer."""
+        found = None if self._names is None else self._names.search(document.text)
+        return None if found is None else found.group().decode()
 
     def _plain(self, texts: list[str]) -> list[npt.NDArray[np.uint32]]:
         """Tokens of texts, with their ends. A long one is encoded a piece at a time: see _pieces_of."""
@@ -341,10 +359,29 @@ def open_tokenizer(path: Path) -> Any:
     try:
         return tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # tokenizers raises bare Exception
+        next_step = (
+            "write it again with the version that is installed here, or upgrade tokenizers"
+            if _is_tokenizer_json(path)
+            else f"name a tokenizer.json; of other files {_WRITE_ONE}"
+        )
         raise BadDataError(
             f"{path} is no tokenizer that this version of tokenizers reads: {error}",
-            next_step="write it again with the version that is installed here, or upgrade tokenizers",
+            next_step=next_step,
         ) from error
+
+
+_WRITE_ONE = (
+    "transformers writes it with 'AutoTokenizer.from_pretrained(…).save_pretrained(FOLDER)'"
+)
+
+
+def _is_tokenizer_json(path: Path) -> bool:
+    """Whether it is one by its keys, of whatever version."""
+    try:
+        found = json.loads(path.read_bytes())
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(found, dict) and "model" in found
 
 
 def vocab_size_of(tokenizer: Any) -> int:
@@ -365,8 +402,7 @@ def tokenizer_files(path: Path) -> dict[str, Path]:
     what = "has no tokenizer.json" if path.is_dir() else "is not there"
     raise NoInputError(
         f"the tokenizer {path} {what}",
-        next_step="name a tokenizer.json, or a folder with one; transformers writes it with "
-        "'AutoTokenizer.from_pretrained(…).save_pretrained(FOLDER)'",
+        next_step=f"name a tokenizer.json, or a folder with one; {_WRITE_ONE}",
     )
 
 
