@@ -43,6 +43,13 @@ def undescribed(model: str, data: str, **inner: Any) -> RunSpec:
     )
 
 
+def described_with(model: str, data: str, **arguments: str | bool) -> RunSpec:
+    spec = undescribed(f"tests.run_functions:{model}", f"tests.run_functions:{data}")
+    told = spec.model.model_copy(update={"arguments": arguments})
+    spec = spec.model_copy(update={"model": told})
+    return spec.model_copy(update={"description": describe(spec, None)})
+
+
 def trainer_of(spec: RunSpec, local: LocalTraining = PLAIN) -> Trainer:
     trainer = Trainer(
         spec=spec,

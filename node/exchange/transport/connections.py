@@ -250,11 +250,10 @@ class Punching:
         start_daemon: Callable[[], Awaitable[P2pd]],
         limits: Limits,
         on_connection: Callable[[], None],
-        own_ipv6: Callable[[], str | None] = leaving_by_ipv6,
         here: Callable[[], Collection[str]] = lambda: (),
     ) -> None:
         """`token` is told to the coordinator in heartbeats: it knows our datagrams by it."""
-        self._own_ipv6 = own_ipv6
+        self._own_ipv6 = leaving_by_ipv6
         self._here = here
         self.token = token
         self.connected: frozenset[str] = frozenset()

@@ -56,7 +56,7 @@ def describe(spec: RunSpec, folder: Path | None) -> Description:
             loss, batch = _loss_of_tokens(model, spec)
             to_leave_out = f"train adapters with --lora RANK, {BY_FUNCTION}"
         case "function":
-            from node.island.models.function import described_function
+            from node.island.models.function_described import described_function
 
             model, found, loss, batch = described_function(spec, folder)
             to_leave_out = "remove it, or set its requires_grad to False"
@@ -71,7 +71,7 @@ def describe(spec: RunSpec, folder: Path | None) -> Description:
     # What loops compute, and of what, is theirs.
     counted = _counted(model, loss, batch, to_leave_out) if is_known else None
     if is_known and counted is None and spec.model.source == "function":
-        from node.island.models.function import compute_once
+        from node.island.models.function_described import compute_once
 
         compute_once(spec, batch)
     flops, activation_bytes = (_formula(model, tensors, spec), None) if counted is None else counted
@@ -109,7 +109,8 @@ def first_vector(spec: RunSpec, folder: Path | None = None) -> Vector:
         check_tensors(model, spec)
         return _vector_of_values(first_values(model, spec), spec)
     if spec.model.source == "function":
-        from node.island.models.function import random_module, refuse_unknown_tokens
+        from node.island.models.function import random_module
+        from node.island.models.function_described import refuse_unknown_tokens
 
         model = random_module(spec)
         refuse_shared_memory(model)
