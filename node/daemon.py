@@ -485,7 +485,11 @@ class Daemon:
             return ""
         if len(activity) > SHORT_WORDS:
             return activity  # there it is cut off
-        return self._exchange.waiting_for() or ("the next plan" if activity == "waiting" else "")
+        return (
+            self._exchange.waiting_for()
+            or self._duties.waiting_for
+            or ("the next plan" if activity == "waiting" else "")
+        )
 
     async def _ask_members(self, credentials: Credentials) -> Sequence[Address]:
         return await self._transport.coordinator_addresses(pin_of(credentials.server_root_pem))

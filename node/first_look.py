@@ -43,6 +43,9 @@ from protocol.terminal.query import StatusLink
 from protocol.v1 import status_pb2
 from protocol.wire.rounds import OWN_LOOP
 
+WEIGHT_BYTES, STATE_BYTES = 4, 8
+"""Of each parameter: the weights, and the outer optimizer's momentum with them, which begins at zero."""
+
 _DAY_SECONDS = 86_400
 _MINUTES_OF_DAY = 24 * 60
 
@@ -173,11 +176,7 @@ def first_look(folder: Path, command: Sequence[str], *, is_helper: bool) -> Iter
     )
     yield f"limits that you may set: {limits} in {folder / 'node.toml'}"
     options = [] if is_helper else start_options(settings, spec)
-    if not is_helper and spec.first_digest is not None and run.committed_round == 0:
-        yield (
-            "the run begins with given weights: one member starts with --weights FILE as well, and the "
-            "others fetch them from it"
-        )
+    yield from _comes_first(spec, run.committed_round, is_helper=is_helper)
     yield from next_lines(command, options)
 
 
@@ -221,6 +220,20 @@ def other_software(ours: str, status: status_pb2.GetStatusResponse) -> Iterator[
         f"versions: {ours} here, and {others[0].heartbeat.software} on {others[0].node_name}: what is "
         "computed of the same samples may differ, so install what members have"
     )
+
+
+def _comes_first(spec: RunSpec, committed_round: int, *, is_helper: bool) -> Iterator[str]:
+    """What of the run's state has to come from other members before this one takes part."""
+    weights = console.bytes_in_words(WEIGHT_BYTES * spec.num_parameters)
+    if committed_round:
+        state = console.bytes_in_words(STATE_BYTES * spec.num_parameters)
+        yield f"at its start it fetches the run's state from other members: {state}"
+    elif spec.first_digest is not None and not is_helper:
+        given = "FOLDER" if spec.model.source == "decoder" else "FILE"
+        yield (
+            f"the run begins with given weights: one member starts with --weights {given} as well, and the "
+            f"others fetch them from it, {weights} each"
+        )
 
 
 def _takes(

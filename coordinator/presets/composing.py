@@ -496,6 +496,7 @@ def _planned(wanted: Wanted, trained: Trained, tensors: Sequence[TensorShape]) -
     situation = Situation(
         num_parameters=facts.num_parameters,
         num_layers=facts.num_layers,
+        num_frozen=facts.num_frozen,
         num_nodes=wanted.num_nodes or (USUAL_NODES if found is None else max(2, found.num_nodes)),
         down_bits_per_second=down,
         up_bits_per_second=up,

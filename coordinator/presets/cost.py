@@ -223,9 +223,9 @@ ROUND_TRIPS = PEER_ROUND_TRIPS + COORDINATOR_ROUND_TRIPS
 GOAL = 0.95
 """The part of the time in inner steps that presets aim at."""
 
-RANK_BYTES = 16
+RANK_BYTES, FROZEN_BYTES = 16, 4
 """Of memory for each parameter in a node's ranks together: the model, its gradients and AdamW's two moments
-in fp32. Activations come on top."""
+in fp32; and for each that is not trained, as those below adapters. Activations come on top."""
 
 DISK_BYTES = 4 * 16 + 2 * 8 + 8
 """Of a node's disk for each parameter: four snapshots, two of them by keep_snapshots, two checkpoints of the
@@ -302,7 +302,7 @@ eight are assumed, of which each does three quarters of what one alone does. Not
 class Situation:
     """A swarm of equal nodes. The link is that of the slowest node that one counts on."""
 
-    num_parameters: int
+    num_parameters: int  # that are trained
     num_layers: int
     num_nodes: int
     down_bits_per_second: float
@@ -327,12 +327,20 @@ class Situation:
     may_check: bool = True
     """Whether nodes spot-check each other's contributions: those of loops and of private data nobody can."""
 
+    num_frozen: int = 0
+    """Parameters that are not trained, and lie in ranks all the same."""
+
     flops_per_second: float = 0.0
     """What a node achieves, by 6 operations for each parameter and token; 0: as a CPU does."""
 
     fragment_sizes: tuple[tuple[int, ...], ...] = ()
     """Values of each fragment of the model in one, in two, and so on (protocol.run.models); of more
     fragments than are told here all are taken for equal."""
+
+    @property
+    def rank_bytes(self) -> int:
+        """Of memory in a node's ranks, activations apart."""
+        return RANK_BYTES * self.num_parameters + FROZEN_BYTES * self.num_frozen
 
     def sizes_of(self, num_fragments: int) -> Sequence[float]:
         """Values of each of so many fragments."""

@@ -347,6 +347,7 @@ def _situation(
     return Situation(
         num_parameters=spec.num_parameters,
         num_layers=spec.num_layers,
+        num_frozen=0 if spec.description is None else spec.description.num_frozen,
         num_nodes=num_nodes,
         down_bits_per_second=down,
         up_bits_per_second=up,

@@ -6,7 +6,7 @@ from dataclasses import asdict
 import click
 
 from coordinator.presets.choosing import Plan
-from coordinator.presets.cost import DISK_BYTES, RANK_BYTES, Situation, share_in_words
+from coordinator.presets.cost import DISK_BYTES, Situation, share_in_words
 from coordinator.presets.loss import Above
 from coordinator.presets.reasons import counted, every
 from protocol.run.node_memory import NODE_PROCESS_BYTES, daemon_bytes
@@ -57,7 +57,7 @@ def prediction_lines(plan: Plan) -> list[str]:
         ),
         _loss_in_words(plan.above),
         f"a node takes about {console.bytes_in_words(_daemon_bytes(plan))} of memory beside "
-        f"{console.bytes_in_words(RANK_BYTES * parameters)} in its ranks, activations apart, and "
+        f"{console.bytes_in_words(situation.rank_bytes)} in its ranks, activations apart, and "
         f"{console.bytes_in_words(DISK_BYTES * parameters)} of disk",
         f"a round takes {console.seconds_in_words(prediction.round_seconds)}, the run of "
         f"{counted(plan.rounds, 'round')} {console.seconds_in_words(plan.run_seconds)}",
@@ -172,7 +172,7 @@ def as_json(plan: Plan) -> dict[str, object]:
         "run_seconds": plan.run_seconds,
         "node_bytes": {
             "daemon": _daemon_bytes(plan),
-            "ranks": RANK_BYTES * plan.situation.num_parameters,
+            "ranks": plan.situation.rank_bytes,
             "disk": DISK_BYTES * plan.situation.num_parameters,
         },
         "warnings": warnings_of(plan),

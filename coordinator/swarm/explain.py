@@ -197,6 +197,8 @@ def _without_holder(state: SwarmState) -> str:
 def _not_ready(state: SwarmState, member: Member) -> str:
     """What keeps a present member from taking part."""
     if member.state is MemberState.DIVERGED:
+        if not state.committed_round and state.rules.first_digest is not None:
+            return f"{member.node_name} fetches the weights that the run begins with"
         return f"{member.node_name} holds another state and fetches the swarm's"
     if member.outer_round > state.committed_round:
         return _ahead(state, member)

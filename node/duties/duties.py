@@ -130,6 +130,15 @@ class Duties:
         is_ahead = self._doing == "waiting" and self._ahead.is_training
         return "training ahead" if is_ahead else self._doing
 
+    @property
+    def waiting_for(self) -> str:
+        """Who has to come before this node gets the state that it was asked to fetch; empty where nobody."""
+        if (asked := self._unanswered) is None or self._doing != "refetching":
+            return ""
+        if self._is_first(asked):
+            return "a node that has the weights that the run begins with"
+        return f"a node that holds the state after round {asked.round}"
+
     def put(self, work: Work) -> None:
         """Adds something to be done after all that was added before. The end of the run limits that too."""
         if (
@@ -449,7 +458,7 @@ class Duties:
             await self._exchange.take_in(self._island.publish)
 
     async def _refetch(self, asked: RefetchAsked) -> None:
-        is_first = not self._outer.round and asked.outer_digest == self._spec.first_digest
+        is_first = self._is_first(asked)
         if asked is not self._unanswered:
             self._num_unanswered = 0
             if is_first:
@@ -472,6 +481,10 @@ class Duties:
             self._num_unanswered = 0
         else:
             await self._refetch_later(asked, is_first=is_first)
+
+    def _is_first(self, asked: RefetchAsked) -> bool:
+        """Whether it is the weights that the run begins with."""
+        return not self._outer.round and asked.outer_digest == self._spec.first_digest
 
     async def _refetch_later(self, asked: RefetchAsked, *, is_first: bool) -> None:
         """Tries again after what has come meanwhile, which may make it needless."""

@@ -48,6 +48,13 @@ def test_a_node_without_the_first_weights_fetches_them_from_the_one_that_has_the
     assert "atoll node start --weights" in told
     assert " joining " in told and "NOT the same" not in told, "it is as it should be"
     without.says("no node here has the weights that the run begins with; this one waits")
+    until(
+        lambda: (
+            swarm.nodes()["without"].heartbeat.waiting_for
+            == "a node that has the weights that the run begins with"
+        ),
+        "a wait that has its reason",
+    )
     having = swarm.start_node("with", "--weights", str(swarm.home / FIRST_WEIGHTS))
     memories = without.shared_memory(), having.shared_memory()
     without.ends(memories[0])

@@ -11,6 +11,7 @@ import torch
 from node import kept
 from node.island.models.generate import decoder_of
 from node.kept import kept_model
+from protocol.run.run_files import load_run_file
 from tests.integration.typed_commands import Swarm, atoll, done, refused, typed_here
 from tests.unit.tokens_scene import write_jsonl, write_tokenizer
 
@@ -52,12 +53,15 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def swarm(qwen: Path, tmp_path: Path) -> Iterator[Swarm]:
+    """A run for slow links, which cut the model into fragments: the order of its values is another then."""
     swarm = Swarm.made(
         tmp_path / "swarm",
         *("--from", qwen, "--data", qwen.parent / "tokens"),
         *("--nodes", "2", "--context", "32", "--steps", "5"),
+        *("--link", "256kbit", "--step", "100ms"),
         changes={"rounds": 3, "learning_rate": 3e-3},
     )
+    assert load_run_file(swarm.home / "run.toml").exchange.fragments == 2
     yield swarm
     swarm.end()
 

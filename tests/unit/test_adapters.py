@@ -213,6 +213,30 @@ def test_another_base_than_the_runs_is_refused_by_its_digest(tmp_path: Path) -> 
     assert 'base = "FOLDER"' in caught.value.next_step
 
 
+def test_a_base_with_fewer_layers_than_the_runs_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    spec = described(base_in(tmp_path / "base", "gpt2"))
+    trainer = trainer_of(spec, with_text(tmp_path))
+    config = CONFIGS["gpt2"].to_dict() | {"n_layer": 1}
+    smaller = AutoModelForCausalLM.from_config(type(CONFIGS["gpt2"])(**config))
+    smaller.save_pretrained(tmp_path / "smaller")
+    with pytest.raises(
+        BadDataError, match=r"smaller has no .*h\.1.*, which the run's has"
+    ) as caught:
+        trainer.take_base(tmp_path / "smaller")
+    assert "the very model" in caught.value.next_step
+
+
+def test_a_quantised_base_is_refused_before_its_weights_are_read(tmp_path: Path) -> None:
+    spec = described(base_in(tmp_path / "base", "gpt2"))
+    trainer = trainer_of(spec, with_text(tmp_path))
+    config = tmp_path / "base" / "config.json"
+    quantised = {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
+    config.write_text(json.dumps(json.loads(config.read_text()) | quantised))
+    with pytest.raises(ConfigError, match=r"config\.json has 'quantization_config'") as caught:
+        trainer.take_base(tmp_path / "base")
+    assert "save them in fp32" in caught.value.next_step
+
+
 def test_adapters_are_drawn_from_the_seed_alone(tmp_path: Path) -> None:
     spec = described(base_in(tmp_path / "base", "gpt2"))
     first = first_vector(spec)

@@ -50,6 +50,10 @@ def test_adapters_are_one_command_and_say_what_nodes_need(
     assert f"--base {llama} --weights {home / 'first.safetensors'}\n" in told
     made(tmp_path / "again", "--run", home / "run.toml")
     assert "  atoll node start --base MODEL\n" in capfd.readouterr().out
+    linked = ("--from", llama, "--data", tokens, "--lora", 4, "--context", 32, "--link", "10mbit")
+    made(tmp_path / "linked", *linked, "--json")
+    ranks = json.loads(capfd.readouterr().out)["node_bytes"]["ranks"]
+    assert ranks == 16 * spec.num_parameters + 4 * spec.description.num_frozen
 
 
 @pytest.mark.usefixtures("described_here")

@@ -57,6 +57,16 @@ def test_a_round_opens_when_enough_nodes_are_ready_and_says_what_it_waits_for_be
     assert (plan.train_seconds, plan.contribute_seconds, plan.commit_seconds) == (60, 70, 80)
 
 
+def test_a_node_that_fetches_the_first_weights_is_said_to_do_that() -> None:
+    scene = Scene(min_nodes=2, first_digest=INITIAL)
+    scene.attach("node-a")
+    scene.attach("node-b", digest=OTHER)
+    scene.beat("node-a", at=0, digest=INITIAL)
+    assert scene.reason == (
+        "waiting for 1 more node: 1 of 2 is ready; node-b fetches the weights that the run begins with"
+    )
+
+
 def test_fragments_take_turns_and_samples_are_never_leased_twice() -> None:
     scene = Scene(min_nodes=2, layout=replace(LAYOUT, fragment_elements=(512, 256, 1024)))
     scene.attach("node-a", "node-b")

@@ -203,10 +203,20 @@ def built(config: Mapping[str, Any], lora: LoraSection | None = None) -> "PreTra
 
 
 def frozen_values(names: Iterable[str], base: Path | None) -> dict[str, Tensor]:
-    """Values of what is not trained, from the folder of the model that is adapted. It is read whole."""
+    """Values of what is not trained, from the folder of the model that is adapted. It is read whole.
+
+    Raises BadDataError for a model without some of them.
+    """
     if base is None:
         raise _no_base()
-    return values_in(saved_model(base), names)
+    names, saved = list(names), saved_model(base)
+    there = dict(saved.named_parameters()) | kept_buffers(saved)
+    if lacking := [base_name(name) for name in names if base_name(name) not in there]:
+        raise BadDataError(
+            f"the model in {base} has no {lacking[0]}, which the run's has: it is another model",
+            next_step="name the folder of the very model that the run was made from, as base in node.toml",
+        )
+    return values_in(saved, names)
 
 
 def values_in(saved: "PreTrainedModel", names: Iterable[str]) -> dict[str, Tensor]:
@@ -326,9 +336,11 @@ def random_model(spec: RunSpec) -> "PreTrainedModel":
 def saved_model(folder: Path) -> "PreTrainedModel":
     """The model of a folder with its weights, in fp32, by transformers itself.
 
-    Raises NoInputError for a folder without weights, BadDataError for ones that do not fit.
+    Raises NoInputError for a folder without weights, BadDataError for ones that do not fit, ConfigError for
+    quantised ones.
     """
     require_transformers()
+    _refuse_foreign_code(config_of(folder))
     if not any(folder.glob("*.safetensors")):
         raise NoInputError(
             f"{folder} has no weights: no file there ends in .safetensors",
