@@ -396,16 +396,14 @@ def write_shard(
         for (part, document), encoded in zip(kept, all_encoded, strict=True):
             value = hash_of(document)
             least_hash = min(least_hash, value)
-            num_answering += has_parts(document) and not part.repetition
-            if not part.repetition:
+            is_first = not part.repetition
+            num_answering += has_parts(document) and is_first
+            if is_first:
                 num_encoded += sum(len(one.tokens) for one in encoded)
-                if tokenizer.unknown is not None:
-                    num_unknown += sum(
-                        int((one.tokens == tokenizer.unknown).sum()) for one in encoded
-                    )
+                num_unknown += sum(_num_of(tokenizer.unknown, one) for one in encoded)
                 if (special := tokenizer.named_in(document)) is not None:
                     named = named.plus(Named.of(document, special))
-            if len(encoded) > 1 and not part.repetition:
+            if len(encoded) > 1 and is_first:
                 in_several = in_several.plus(InSeveral.of(encoded))
             is_held_out = job.is_held_out or value < encoding.held_out_below
             to_train, kept_back = ([], encoded) if is_held_out else (encoded, [])
@@ -449,6 +447,10 @@ def write_shard(
         tokens_of=tokens_of,
         least_hash=None if least_hash == HASHES else f"{least_hash:016x}",
     )
+
+
+def _num_of(token: int | None, encoded: Encoded) -> int:
+    return 0 if token is None else int(np.count_nonzero(encoded.tokens == token))
 
 
 def _unless_empty(
