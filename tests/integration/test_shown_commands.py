@@ -205,6 +205,8 @@ def _prepare_data(reader: Reader) -> None:
     ):
         out = f"out-{place}"
         types(line, filled_in={"./tokens": out, "tokens": out, "./our-tokens": out})
+    types("atoll data show ./tokens")
+    types("atoll data show ./tokens --document 17")
     types("atoll data check ./tokens")
 
 

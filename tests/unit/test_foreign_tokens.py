@@ -9,11 +9,11 @@ import pyarrow
 import pytest
 
 from node.island.data.foreign import Adopted, adopt
-from node.island.data.manifest import Manifest
+from node.island.data.manifest import Manifest, check_folder
 from node.island.data.opening import open_dataset
 from node.island.data.places import DataPlaces
 from node.island.data.token_shards import TokenShards
-from protocol.errors import AtollError, BadDataError, ExitCode, UsageError
+from protocol.errors import AtollError, BadDataError, ExitCode, NoInputError, UsageError
 from protocol.terminal import cli, console
 from tests.unit.tokens_scene import documents_of, prepared, spec_of, tokens_of, write_tokenizer
 
@@ -263,3 +263,18 @@ def test_a_folder_that_datasets_saved_is_read(tmp_path: Path) -> None:
     (folder / files[1]["filename"]).write_bytes(b"no arrow")
     with pytest.raises(BadDataError, match=r"arrow is damaged"):
         prepared(folder, out=tmp_path / "other")
+
+
+def test_a_link_to_tokens_that_were_moved_is_told_as_one(tmp_path: Path) -> None:
+    (tmp_path / "a.bin").write_bytes(bytes(2000))
+    adopted(tmp_path / "a.bin", out=tmp_path / "out", token_bytes=2, vocab_size=9, held_out=0.2)
+    spec = spec_of(tmp_path / "out", vocab_size=9)
+    (tmp_path / "a.bin").rename(tmp_path / "b.bin")
+    said = f"00000.tokens is a link to {tmp_path / 'a.bin'}, which is not there"
+    for look in (
+        lambda: check_folder(tmp_path / "out", on_state=lambda state: None),
+        lambda: open_dataset(spec, DataPlaces(folder=Path("/"))),
+    ):
+        with pytest.raises(NoInputError, match=said) as caught:
+            look()
+        assert "prepare it again where it is now" in caught.value.next_step

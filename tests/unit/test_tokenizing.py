@@ -5,12 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, processors
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer
 
 from node.island.data import tokenizing
 from node.island.data.records import Document
 from node.island.data.tokenizing import FileTokenizer
+from protocol.errors import BadDataError, ConfigError
 from protocol.terminal import cli, console
 from tests.unit.tokens_scene import END, prepared, words, write_tokenizer
 
@@ -100,3 +101,46 @@ def test_names_of_special_tokens_in_what_people_wrote_are_counted_and_placed(
         f"4 texts have the name of a special token, as {named.in_text}: there it is letters" in told
     )
     assert "1 conversations have the name" in told
+
+
+@pytest.mark.parametrize("kind", ["WordLevel", "WordPiece", "Unigram", "BPE", "bytes"])
+def test_text_that_a_tokenizer_has_no_token_for_is_told(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words_known = {"<unk>": 0, "</s>": 1, "a": 2, "b": 3}
+    by_kind: dict[str, Any] = {
+        "WordLevel": lambda: models.WordLevel(words_known, unk_token="<unk>"),
+        "WordPiece": lambda: models.WordPiece(words_known, unk_token="<unk>"),
+        "Unigram": lambda: models.Unigram([(each, -1.0) for each in words_known], unk_id=0),
+        "BPE": lambda: models.BPE(words_known, [], unk_token="<unk>"),
+    }
+    tokenizer = Tokenizer(by_kind.get(kind, models.BPE)())
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    if kind == "bytes":
+        tokenizer = Tokenizer.from_file(str(write_tokenizer(tmp_path / "bytes") / "tokenizer.json"))
+        tokenizer.add_special_tokens(["</s>"])
+    (tmp_path / "tokenizer").mkdir()
+    tokenizer.save(str(tmp_path / "tokenizer" / "tokenizer.json"))
+    texts = ["a " * i + "中" for i in range(30)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": each}) + "\n" for each in texts))
+    arguments = ["data", "prepare", str(tmp_path / "a.jsonl"), "--held-out", "0.5"]
+    arguments += ["--tokenizer", str(tmp_path / "tokenizer"), "--end-of-document", "</s>"]
+    assert console.run(cli.root, [*arguments, "--out", str(tmp_path / "out")]) == 0
+    told = capsys.readouterr().err
+    share = 30 / sum(i + 2 for i in range(30))
+    assert (f"{share:.2%} of all tokens stand for text" in told) == (kind != "bytes")
+
+
+def test_a_tokenizer_that_cannot_be_used_is_named_as_it_was_given(tmp_path: Path) -> None:
+    folder = write_tokenizer(tmp_path / "tokenizer")
+    text = (folder / "tokenizer.json").read_text()
+    (folder / "tokenizer.json").write_text(text.replace(END, "[STOP]"))
+    (folder / "tokenizer_config.json").unlink()
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "tokenizer.model").write_bytes(b"\xff")
+    with pytest.raises(
+        ConfigError, match=r"\S*/tokenizer does not say.*special tokens are \[STOP\]"
+    ):
+        prepared(tmp_path / "a.txt", out=tmp_path / "out", tokenizer=folder)
+    with pytest.raises(BadDataError, match=r"^\S*/tokenizer\.model is no tokenizer"):
+        prepared(tmp_path / "a.txt", out=tmp_path / "out", tokenizer=tmp_path / "tokenizer.model")

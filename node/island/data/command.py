@@ -213,6 +213,12 @@ def _prepare(wanted: "Wanted") -> None:
     if made.in_several.num_conversations:
         _tell_several(made.in_several)
     _warn_of_names(made.named)
+    if made.unknown_share:
+        click.echo(
+            f"warning: {made.unknown_share:.2%} of all tokens stand for text that the tokenizer has no token "
+            "for, and what it says is lost; take a tokenizer that falls back to bytes",
+            err=True,
+        )
     _tell(
         wanted.out,
         made.manifest,

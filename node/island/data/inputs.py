@@ -3,6 +3,7 @@
 import glob
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal, NoReturn
@@ -109,7 +110,31 @@ def _data_within(folder: Path) -> tuple[list[Path], list[Path]]:
                 f"{each} is a link to {each.readlink()}, which is not there",
                 next_step=f"fetch that file, or remove the link; {SOME_OF_A_FOLDER}",
             )
+    _refuse_several_splits(folder, of_kinds)
     return (of_kinds, others) if of_kinds else (files, [])
+
+
+_SPLIT = re.compile(
+    r"(?<![a-z])(train(?:ing)?|valid(?:ation)?|val|dev|test(?:ing)?|eval(?:uation)?)(?![a-z])", re.I
+)
+
+
+def _refuse_several_splits(folder: Path, files: Sequence[Path]) -> None:
+    """Raises NoInputError where names say that a part of a folder is to be measured by, as on the Hub."""
+    found: dict[str, tuple[Path, str]] = {}
+    for file in files:
+        if names := _SPLIT.findall(file.relative_to(folder).as_posix()):
+            found.setdefault(names[-1].lower(), (file, names[-1]))
+    trained, name = found.get("train") or found.get("training") or (None, "")
+    if trained is None or len(found) < 2:
+        return
+    is_folder = _SPLIT.search(trained.name) is None
+    named = trained.parent if is_folder else trained.parent / f"*{name}*{trained.suffix}"
+    raise NoInputError(
+        f"{folder} holds several splits by the names of its files: {', '.join(sorted(found))}",
+        next_step=f"name what is trained on, as '{named}', in quotes, and what is not with --held-out; "
+        f"'{folder}/**/*{trained.suffix}' takes all",
+    )
 
 
 def _files_below(folder: Path) -> Iterator[Path]:

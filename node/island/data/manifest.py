@@ -198,15 +198,25 @@ def check_sizes(folder: Path, files: Mapping[str, FileEntry]) -> None:
         try:
             size = path.stat().st_size
         except OSError as error:
-            raise NoInputError(
-                f"{path} is not there, and belongs to these tokens",
-                next_step="copy the whole folder again",
-            ) from error
+            raise is_missing(path) from error
         if size != entry.bytes:
             raise BadDataError(
                 f"{path} has {size:,} bytes, and {entry.bytes:,} by its manifest",
                 next_step="copy that file again",
             )
+
+
+def is_missing(path: Path) -> NoInputError:
+    """The error for a file of tokens that is not there, or whose place has a link to nothing."""
+    if path.is_symlink():  # to tokens of other software
+        return NoInputError(
+            f"{path} is a link to {path.readlink()}, which is not there",
+            next_step="put that file back, or prepare it again where it is now; cp -rL copies a folder with "
+            "all that it links to",
+        )
+    return NoInputError(
+        f"{path} is not there, and belongs to these tokens", next_step="copy the whole folder again"
+    )
 
 
 def piece_digests(pieces: Iterable[bytes | memoryview]) -> tuple[str, ...]:

@@ -25,6 +25,7 @@ from node.island.data.manifest import (
     Manifest,
     check_pieces,
     check_sizes,
+    is_missing,
     manifest_of,
     read_manifest,
 )
@@ -185,11 +186,7 @@ def _open_tokens(spec: RunSpec, places: DataPlaces) -> TokenShards:
     here = _files_here(folders, manifest, far)
     missing = [name for name in manifest.files if name not in here]
     if missing and far is None:
-        first = folders[0] / missing[0]
-        raise NoInputError(
-            f"{first} is not there, and belongs to the run's tokens",
-            next_step="copy the whole folder again",
-        )
+        raise is_missing(folders[0] / missing[0])
     shards = TokenShards(
         manifest,
         FoundFiles(here, far),

@@ -117,6 +117,7 @@ class Prepared:
     num_cut: int  # pieces to train on that begin within a document longer than a row
     in_several: InSeveral
     named: Named
+    unknown_share: float  # of all tokens: those for text that the tokenizer has no token for
     tokens_of: dict[str, int]  # to train on, for each pattern that is repeated; "" has the others'
 
 
@@ -156,7 +157,9 @@ def prepare(
         for name, content in copied.items():
             with refusing(work / name):
                 (work / name).write_bytes(content)
-        tokenizer = encoding.opened()  # what is wrong with it is told before any work
+        tokenizer = encoding.opened(
+            origin=wanted.tokenizer
+        )  # what is wrong with it is told before any work
         if encoding.held_out_hashes is not None:
             held_out = hashes_of((job for job in jobs if job.is_held_out), wanted.field)
             with refusing(work):
@@ -193,6 +196,8 @@ def prepare(
         in_several=functools.reduce(
             InSeveral.plus, (receipt.in_several for receipt in receipts), InSeveral()
         ),
+        unknown_share=sum(receipt.num_unknown for receipt in receipts)
+        / max(1, sum(receipt.num_encoded for receipt in receipts)),
         named=functools.reduce(Named.plus, (receipt.named for receipt in receipts), Named()),
         tokens_of={
             source: sum(receipt.tokens_of.get(source, 0) for receipt in receipts)

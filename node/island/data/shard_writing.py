@@ -149,11 +149,11 @@ class Encoding:
     )
     row: int | None  # tokens of a row, where rows are packed
 
-    def opened(self) -> Tokenizer:
-        """The tokenizer; raises AtollError where it cannot be used."""
+    def opened(self, *, origin: Path | None = None) -> Tokenizer:
+        """The tokenizer, a copy of `origin`; raises AtollError where it cannot be used."""
         if self.tokenizer is None:
             return ByteTokenizer()
-        return FileTokenizer(self.tokenizer, end_of_document=self.end_of_document)
+        return FileTokenizer(self.tokenizer, end_of_document=self.end_of_document, origin=origin)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,6 +233,8 @@ class Receipt(Section):
     num_answering: int  # of them: conversations, and answers to prompts
     in_several: InSeveral  # of them, too
     named: Named  # likewise
+    num_unknown: int  # tokens of all documents that stand for text without a token
+    num_encoded: int  # tokens of all documents, each once
     num_cut: int  # pieces in training that begin within a document longer than a row
     tokens_of: dict[str, int]  # to be learned in training, for each source
     least_hash: Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")] | None  # of its documents
@@ -377,6 +379,7 @@ def write_shard(
     training = ShardWriter(folder, name, token_bytes=token_bytes)
     held_out = ShardWriter(folder, f"{name}.held-out", token_bytes=token_bytes)
     num_documents, num_empty, num_held_out_too, num_answering = 0, 0, 0, 0
+    num_unknown, num_encoded = 0, 0
     least_hash, in_several, named = HASHES, InSeveral(), Named()
     held_out_hashes = np.empty(0, HASH_TYPE)
     if encoding.held_out_hashes is not None and not job.is_held_out:
@@ -393,10 +396,14 @@ def write_shard(
         for (part, document), encoded in zip(kept, all_encoded, strict=True):
             value = hash_of(document)
             least_hash = min(least_hash, value)
-            num_answering += has_parts(document) and not part.repetition
-            if not part.repetition and (special := tokenizer.named_in(document)) is not None:
-                named = named.plus(Named.of(document, special))
-            if len(encoded) > 1 and not part.repetition:
+            is_first = not part.repetition
+            num_answering += has_parts(document) and is_first
+            if is_first:
+                num_encoded += sum(len(one.tokens) for one in encoded)
+                num_unknown += sum(_num_of(tokenizer.unknown, one) for one in encoded)
+                if (special := tokenizer.named_in(document)) is not None:
+                    named = named.plus(Named.of(document, special))
+            if len(encoded) > 1 and is_first:
                 in_several = in_several.plus(InSeveral.of(encoded))
             is_held_out = job.is_held_out or value < encoding.held_out_below
             to_train, kept_back = ([], encoded) if is_held_out else (encoded, [])
@@ -434,10 +441,16 @@ def write_shard(
         num_answering=num_answering,
         in_several=in_several,
         named=named,
+        num_unknown=num_unknown,
+        num_encoded=num_encoded,
         num_cut=num_cut,
         tokens_of=tokens_of,
         least_hash=None if least_hash == HASHES else f"{least_hash:016x}",
     )
+
+
+def _num_of(token: int | None, encoded: Encoded) -> int:
+    return 0 if token is None else int(np.count_nonzero(encoded.tokens == token))
 
 
 def _unless_empty(

@@ -70,6 +70,7 @@ class Tokenizer(Protocol):
 
     vocab_size: int
     end_of_document: int
+    unknown: int | None  # stands for text that it has no token for; None where it has one for all
 
     def encode(self, documents: list[Document]) -> list[list[Encoded]]:
         """Each document with its end; a conversation may become several. Raises BadDataError for no text."""
@@ -83,6 +84,7 @@ class ByteTokenizer:
 
     vocab_size = 256
     end_of_document = 0
+    unknown: int | None = None
 
     def encode(self, documents: list[Document]) -> list[list[Encoded]]:
         """See Tokenizer."""
@@ -112,18 +114,26 @@ class ByteTokenizer:
 class FileTokenizer:
     """A tokenizer.json."""
 
-    def __init__(self, folder: Path, *, end_of_document: str | None = None) -> None:
-        """Raises BadDataError for one that cannot be read, ConfigError without an end of documents."""
+    def __init__(
+        self, folder: Path, *, end_of_document: str | None = None, origin: Path | None = None
+    ) -> None:
+        """Raises BadDataError for one that cannot be read, ConfigError without an end of documents.
+
+        They name `origin`, where the folder has a copy of it.
+        """
         path = folder / TOKENIZER_FILE
-        self._tokenizer = open_tokenizer(path)
+        self._tokenizer = open_tokenizer(path, origin=origin)
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = vocab_size_of(self._tokenizer)
         self._config = settings_of_tokenizer(folder)
-        self.end_of_document = self._end(vocabulary, end_of_document, path)
+        self.end_of_document = self._end(vocabulary, end_of_document, origin or path)
         self._begin = _before_a_text(self._tokenizer)
         self._templates = _chat_templates_of(folder, self._config)
+        self.unknown = _unknown_of(self._tokenizer, vocabulary)
+        if self.unknown == self.end_of_document:  # then nobody can tell
+            self.unknown = None
         added = self._tokenizer.get_added_tokens_decoder().values()
         names = sorted(
             (re.escape(each.content.encode()) for each in added if each.special), key=len
@@ -142,8 +152,10 @@ class FileTokenizer:
         for token in usual:
             if token in vocabulary:
                 return vocabulary[token]
+        added = self._tokenizer.get_added_tokens_decoder().values()
+        special = ", ".join(each.content for each in added if each.special)
         raise ConfigError(
-            f"{path} does not say which token ends a document",
+            f"{path} does not say which token ends a document; its special tokens are {special or 'none'}",
             next_step="name it with --end-of-document TOKEN",
         )
 
@@ -303,6 +315,17 @@ def _pieces_of(text: str) -> list[str]:
     return [*pieces, text[start:]]
 
 
+def _unknown_of(tokenizer: Any, vocabulary: Mapping[str, int]) -> int | None:
+    """The token for what a model has no token for; None for one that falls back to bytes."""
+    model = json.loads(tokenizer.to_str())["model"]
+    if model.get("byte_fallback"):
+        return None
+    if model.get("type") == "Unigram":
+        unknown: int | None = model.get("unk_id")
+        return unknown
+    return vocabulary.get(model.get("unk_token") or "")
+
+
 def _before_a_text(tokenizer: Any) -> list[int]:
     """What a tokenizer puts before a text by itself, as <bos>: who asks the model does so as well."""
     some = "a"
@@ -352,8 +375,11 @@ def _object_in(path: Path) -> dict[str, Any]:
     return found
 
 
-def open_tokenizer(path: Path) -> Any:
-    """The tokenizer of a tokenizer.json; raises BadDataError for one that cannot be read."""
+def open_tokenizer(path: Path, *, origin: Path | None = None) -> Any:
+    """The tokenizer of a tokenizer.json; raises BadDataError for one that cannot be read.
+
+    It names `origin`, where the file is a copy of it.
+    """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # processes share the cores
     tokenizers = needs_package("tokenizers", what=f"{path} is a tokenizer")
     try:
@@ -365,7 +391,7 @@ def open_tokenizer(path: Path) -> Any:
             else f"name a tokenizer.json; of other files {_WRITE_ONE}"
         )
         raise BadDataError(
-            f"{path} is no tokenizer that this version of tokenizers reads: {error}",
+            f"{origin or path} is no tokenizer that this version of tokenizers reads: {error}",
             next_step=next_step,
         ) from error
 
