@@ -277,7 +277,7 @@ def test_a_connection_that_is_cut_in_the_middle_of_a_piece_is_no_damage_and_trie
 def test_a_certificate_that_nobody_here_knows_is_told_at_once_with_what_makes_it_known(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fetching, "FIRST_PAUSE_SECONDS", 3600.0)
+    monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("it is tried again"))
     with serving(folder, certificate_of("localhost", tmp_path)) as served:
         with pytest.raises(UnavailableError, match="certificate verify failed") as refused:
             fetched_from(served.url, spec_of(folder), tmp_path)
