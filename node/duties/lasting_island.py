@@ -259,7 +259,7 @@ class LastingIsland:
             await self._restart(death)
 
     async def evaluate(self) -> Evaluation | None:
-        """Measures the held-out loss of the global parameters; None where the island does not."""
+        """Measures the held-out loss of the global parameters; None where the island does not, or cannot."""
         if not self._up.is_set():
             return None
         while True:
@@ -269,6 +269,8 @@ class LastingIsland:
                 if self._is_halted:
                     raise
                 await self._restart(death)
+                if isinstance(death, OriginAwayError):  # rounds would wait for this node meanwhile
+                    return None
 
     async def losses_at(self, parameters: Vector, places: Sequence[int]) -> Sequence[float] | None:
         """Losses of single samples at other parameters; None where the island has none."""

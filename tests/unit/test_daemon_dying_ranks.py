@@ -127,6 +127,17 @@ async def test_where_tokens_are_fetched_from_may_be_away_for_long_and_people_see
 
 
 @in_virtual_time
+async def test_an_evaluation_whose_tokens_cannot_be_fetched_keeps_no_round_waiting() -> None:
+    async with Life() as life:
+        life.island.is_away = True
+        life.island.dies_in = ["evaluate"] * 1000
+        life.link.say(EvaluationAsked(round=0))
+        await asyncio.sleep(10)
+        assert await live_a_round(life, 1) == [TOKENS]
+        assert not life.link.reported(Evaluated)
+
+
+@in_virtual_time
 async def test_deaths_that_are_far_apart_never_end_the_node() -> None:
     async with Life() as life:
         for _ in range(2 * MOST_DEATHS):
