@@ -149,6 +149,25 @@ async def test_where_a_portal_answers_in_the_coordinators_place_a_node_waits(
             await enrol(replace(coordinator.invite(), port=port), Identity.generate(), "node")
 
 
+def test_a_coordinator_that_is_down_is_no_network_without_a_family_of_addresses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its name has two addresses: one refuses, and nothing leads to the other, as often to IPv6."""
+    port = free_port()
+
+    def look_up(host: str, *how: object, **more: object) -> list[Any]:
+        found = ("127.0.0.1", "224.0.0.1") if host == "dual.example" else ("224.0.0.1",)
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (each, port)) for each in found]
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    with pytest.raises(UnavailableError, match="Connection refused") as told:
+        handshake.fetch_certificate("dual.example", port)
+    assert "without" not in told.value.next_step
+    with pytest.raises(UnavailableError, match="Network is unreachable") as told:
+        handshake.fetch_certificate("single.example", port)
+    assert "it is one without IPv4:" in told.value.next_step
+
+
 def test_where_nothing_answers_and_a_proxy_is_set_the_sentence_says_that_it_is_not_used(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
