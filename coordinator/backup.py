@@ -143,9 +143,8 @@ def _copy(source: Path, copy: Path) -> None:
 def _copy_database(path: Path, copy: Path) -> None:
     try:
         os.close(os.open(copy, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
-        # Not read-only: after a coordinator was killed SQLite has to recover the log first.
         with (
-            closing(sqlite3.connect(path, timeout=_WAIT_SECONDS)) as source,
+            closing(_opened(path)) as source,
             closing(sqlite3.connect(copy)) as target,
         ):
             source.backup(target)  # all pages in one step, so in one transaction
@@ -155,6 +154,22 @@ def _copy_database(path: Path, copy: Path) -> None:
             next_step=f"make room on the disk of {copy.parent.parent}, or check the permissions",
         ) from error
     shutil.copymode(path, copy)
+
+
+def _opened(path: Path) -> sqlite3.Connection:
+    """For reading. Not read-only: after a coordinator was killed SQLite has to recover the log first.
+
+    On a disk that is mounted read-only, as snapshots of disks are, it cannot even look for one.
+    """
+    if not os.statvfs(path.parent).f_flag & os.ST_RDONLY:
+        return sqlite3.connect(path, timeout=_WAIT_SECONDS)
+    log = path.with_name(f"{path.name}-wal")
+    if log.exists() and log.stat().st_size:
+        raise SystemRefusedError(
+            f"{log} holds commits that {path.name} lacks, and its disk is read-only",
+            next_step=f"copy all of {path.parent} to another disk, and type the same for that folder",
+        )
+    return sqlite3.connect(f"{path.absolute().as_uri()}?immutable=1", uri=True)
 
 
 def _rounds_in(building: Path, home: Home) -> tuple[int, int]:

@@ -34,6 +34,11 @@ FORMAT = 1
 
 _UPLOAD_PREFIX = ".upload-"
 _PRIVATE = 0o600
+_PATIENCE_SECONDS = 120.0
+_LEAST_BYTES_PER_SECOND = 50_000.0
+"""How long a storage may take for a call: for its answer, and for what it carries. Packages of fsspec try
+again by themselves, some for longer than from one copy to the next, and meanwhile nobody would be told."""
+
 _PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs"}
 
 
@@ -103,30 +108,43 @@ class _Place:
     def send(self, name: str, body: bytes) -> None:
         try:
             with _told(self.url):
-                self.storage.pipe_file(f"{self.path}/{name}", body)
+                self._call("pipe_file", f"{self.path}/{name}", body, num_bytes=len(body))
         except FileNotFoundError as error:
             raise UnavailableError(
                 f"{self.url} cannot be used: {error}", next_step="make the bucket, and try again"
             ) from error
 
-    def get(self, name: str) -> bytes:
-        """Raises FileNotFoundError, UnavailableError."""
+    def get(self, name: str, num_bytes: int = 0) -> bytes:
+        """A file of about so many bytes. Raises FileNotFoundError, UnavailableError."""
         with _told(self.url):
-            body: bytes = self.storage.cat_file(f"{self.path}/{name}")
+            body: bytes = self._call("cat_file", f"{self.path}/{name}", num_bytes=num_bytes)
         return body
 
     def names(self) -> list[str]:
         """Of all files below it, from it on."""
         with _told(self.url):
             try:
-                found = list(self.storage.find(self.path))
+                found = list(self._call("find", self.path))
             except FileNotFoundError:
                 return []
         return [name.removeprefix(self.path).lstrip("/") for name in found]
 
     def remove(self, name: str) -> None:
         with _told(self.url), contextlib.suppress(FileNotFoundError):
-            self.storage.rm_file(f"{self.path}/{name}")
+            self._call("rm_file", f"{self.path}/{name}")
+
+    def _call(self, method: str, *arguments: Any, num_bytes: int = 0) -> Any:
+        """Calls the storage. Raises TimeoutError where it takes too long, and what storages raise."""
+        if not self.storage.async_impl:
+            return getattr(self.storage, method)(*arguments)
+        seconds = _PATIENCE_SECONDS + num_bytes / _LEAST_BYTES_PER_SECOND
+        call = getattr(self.storage, f"_{method}")  # what the method calls, without a limit
+        try:
+            return import_module("fsspec.asyn").sync(
+                self.storage.loop, call, *arguments, timeout=seconds
+            )
+        except TimeoutError as error:  # fsspec's own says nothing
+            raise TimeoutError(f"it has not answered within {seconds:.0f} s") from error
 
     def below(self, name: str) -> "_Place":
         """A folder in it; itself where there is no name."""
@@ -149,7 +167,7 @@ class _Place:
         """The files of a backup as they lie here. Raises BadDataError for one that is not what was sent."""
         for name, (size, digest) in listing.files.items():
             try:
-                body = self.get(name)
+                body = self.get(name, size)
             except FileNotFoundError as error:
                 raise BadDataError(
                     f"{self.url} lacks {name}, which its {LIST_NAME} lists",

@@ -1,12 +1,16 @@
 #!/usr/bin/env bash
-# An island over two hosts with eight GPUs each, as one node of a swarm. Not run: no Slurm was at hand.
+# An island over two hosts with eight GPUs each, as one node of a swarm. Slurm 22.05 ran it with one host and its
+# processor. Not run: no cluster of two hosts, nor one with GPUs.
 #
 #   ATOLL_DIR=$HOME/node atoll join        # once, on a login node; the folder is on a file system of all hosts
 #   ATOLL_DIR=$HOME/node sbatch deploy/slurm.sh
 #
 # Two minutes before the time is up Slurm signals this script, and the node leaves with its work; the next job
-# goes on with the same identity. Write the processors of a host in the place of 64: without that line all eight
-# ranks would share one.
+# goes on with the same identity. Where jobs are preempted the cluster needs preempt_send_user_signal in
+# SlurmctldParameters. Else Slurm signals ranks and p2pd as well, and no work is handed in. It does not queue a
+# preempted job again that has ended in time: type sbatch again.
+#
+# Write the processors of a host in the place of 64: without that line all eight ranks would share one.
 #SBATCH --job-name=atoll
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
@@ -38,6 +42,6 @@ srun --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" bash -euc '
     exec atoll node follow "$ATOLL_DIR/island.token" --device cuda \
         --checkpoints "$ATOLL_DIR/inner-$(hostname)"
 ' &
-# A trap ends the first wait, and the tasks are waited for until they have ended.
-while kill -0 $! 2>/dev/null; do wait $! && code=0 || code=$?; done
-exit "${code:-0}"
+# A trap ends a wait with a code of its own. So only the last one counts, for tasks that have ended.
+while kill -0 $! 2>/dev/null; do wait $! || true; done
+wait $!

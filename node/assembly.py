@@ -5,7 +5,6 @@ before.
 """
 
 import asyncio
-import os
 import random
 import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -60,6 +59,7 @@ from protocol.files.durable import expanded
 from protocol.run.amendments import changes_codecs
 from protocol.run.models import layout_of
 from protocol.run.run_spec import RunSpec
+from protocol.service.limits import usable_cores
 from protocol.trust.credentials import Credentials
 from protocol.trust.identity import Identity
 from protocol.trust.pki import Role
@@ -320,7 +320,7 @@ def _threads_beside(ranks: _Ranks) -> int:
     """How many threads the exchange's arithmetic may take."""
     return threads_beside(
         num_ranks=len(ranks.devices),
-        num_cores=len(os.sched_getaffinity(0)),
+        num_cores=usable_cores(),
         ranks_compute_on_cores=ranks.devices == (OWN_LOOP,)
         or (ranks.devices != () and kind_of(ranks.devices) == "cpu"),
     )

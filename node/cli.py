@@ -20,6 +20,7 @@ from node.config import (
 from node.installed import HELPER, require_installed
 from protocol.errors import NotPermittedError
 from protocol.files.durable import FolderLock, as_typed
+from protocol.service.limits import usable_cores
 from protocol.service.unit import PRINT, SYSTEM, install_service
 from protocol.terminal.console import PathAtHome, as_seconds, say
 from protocol.terminal.lazy_group import WholeGroup
@@ -132,9 +133,7 @@ def start(
     require_installed(to="start a node")
     chosen = load_settings(home, **settings)
     # Torch reads it when it is imported, here and in the ranks.
-    os.environ.setdefault(
-        "OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // chosen.ranks_here))
-    )
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // chosen.ranks_here)))
     _run(home, chosen, waits=waits, log_json=log_json, ends_with_stdin=ends_with_stdin)
 
 

@@ -127,6 +127,8 @@ class Duties:
         """What is being done, for people."""
         if self._doing in ("waiting", "training") and not self._island.ability.trains:
             return f"waiting for {self._island.ability.waits_for}"
+        if self._doing in ("training", "evaluating") and self._island.is_without_tokens:
+            return "waiting for the run's tokens"
         is_ahead = self._doing == "waiting" and self._ahead.is_training
         return "training ahead" if is_ahead else self._doing
 

@@ -33,6 +33,7 @@ from node.island.island import (
 from node.island.ranks.faults import (
     LoopGoneError,
     LostPieceError,
+    OriginAwayError,
     RankDiedError,
     RankHungError,
 )
@@ -89,6 +90,7 @@ class LastingIsland:
         self._is_halted = False
         self._is_cut_short = False
         self.is_restarting = False
+        self.is_without_tokens = False  # what they are fetched from was away when ranks wanted some
         self.has_progress = False  # ranks hold something that is not in the global parameters
         self.compute_seconds = 0.0  # in inner steps, since the start
         self._done: InnerReport | None = None  # what the ranks hold of the round being trained
@@ -238,7 +240,7 @@ class LastingIsland:
         if report.inner_steps < 1:  # nobody was there to take one
             return done or report
         self.compute_seconds += report.seconds
-        self.has_progress = True
+        self.has_progress, self.is_without_tokens = True, False
         self._done = report if done is None else both(done, report)
         return self._done
 
@@ -257,7 +259,7 @@ class LastingIsland:
             await self._restart(death)
 
     async def evaluate(self) -> Evaluation | None:
-        """Measures the held-out loss of the global parameters; None where the island does not."""
+        """Measures the held-out loss of the global parameters; None where the island does not, or cannot."""
         if not self._up.is_set():
             return None
         while True:
@@ -267,6 +269,8 @@ class LastingIsland:
                 if self._is_halted:
                     raise
                 await self._restart(death)
+                if isinstance(death, OriginAwayError):  # rounds would wait for this node meanwhile
+                    return None
 
     async def losses_at(self, parameters: Vector, places: Sequence[int]) -> Sequence[float] | None:
         """Losses of single samples at other parameters; None where the island has none."""
@@ -291,7 +295,15 @@ class LastingIsland:
         try:
             while not self._is_halted:
                 self._count(death)
-                log.warning("rank died: starting the ranks again", why=death.what)
+                self.is_without_tokens = isinstance(death, OriginAwayError)
+                if self.is_without_tokens:
+                    log.warning(
+                        "tokens cannot be fetched now: the ranks are started again, and try",
+                        why=death.what,
+                        next_step=death.next_step,
+                    )
+                else:
+                    log.warning("rank died: starting the ranks again", why=death.what)
                 await self._island.stop()
                 try:
                     await self._island.start()
@@ -305,8 +317,9 @@ class LastingIsland:
             self.is_restarting = False
 
     def _count(self, death: RankDiedError) -> None:
-        if isinstance(death, LostPieceError):
-            return  # node.island.data.supply counts those, for each piece
+        # node.island.data.supply counts the former for each piece; the latter are of no fault here.
+        if isinstance(death, LostPieceError | OriginAwayError):
+            return
         now = asyncio.get_running_loop().time()
         self._deaths = [at for at in self._deaths if now - at < DEATHS_SECONDS] + [now]
         # Hangs may be further apart than that, each as long as it took to be noticed.

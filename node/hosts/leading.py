@@ -44,7 +44,12 @@ from node.hosts.wire import (
 from node.island.checkpoints.folder import Checkpoint, Kept, Loaded
 from node.island.island import Evaluation, InnerReport, InnerWork, Island, Progress, rebases
 from node.island.ranks.commands import Keep, MeetingPoint
-from node.island.ranks.faults import RankDiedError, RankFailedError, TrainingDivergedError
+from node.island.ranks.faults import (
+    OriginAwayError,
+    RankDiedError,
+    RankFailedError,
+    TrainingDivergedError,
+)
 from node.island.ranks.launcher import ProcessIsland
 from node.outer_state import SharedVectors, Vector
 from protocol.errors import AtollError, ConfigError, ProtocolMismatchError, SystemRefusedError
@@ -59,7 +64,13 @@ log = structlog.get_logger()
 
 _FAULTS: dict[str, type[AtollError]] = {
     kind.__name__: kind
-    for kind in (RankDiedError, RankFailedError, TrainingDivergedError, ConfigError)
+    for kind in (
+        RankDiedError,
+        OriginAwayError,
+        RankFailedError,
+        TrainingDivergedError,
+        ConfigError,
+    )
 }
 """Errors of a follower that mean the same here; others are told as one of its machine's."""
 

@@ -6,7 +6,6 @@ this side, which also says what of a run file follows from a model's folder and 
 imports no torch.
 """
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -53,6 +52,7 @@ from protocol.run.run_files import (
     validated,
 )
 from protocol.run.run_spec import DataSection, RunSpec
+from protocol.service.limits import usable_cores
 from protocol.terminal.console import count_in_words
 
 RUN_FILE = "run.toml"
@@ -474,7 +474,7 @@ def _machine(spec: RunSpec, hardware: Hardware) -> dict[str, Any]:
     if gpus:
         fits = _most_samples(spec, gpus[0].free_bytes, "cuda")
         return {"name": gpus[0].name, "most_samples": fits}
-    cores = len(os.sched_getaffinity(0))
+    cores = usable_cores()
     fits = _most_samples(spec, hardware.memory_bytes - node_bytes(spec), "cpu")
     return {"name": f"{cores} CPU cores", "num_cores": cores, "most_samples": fits}
 

@@ -1,7 +1,7 @@
-"""What the machine allows this process: open files, and processes with their threads.
+"""What the machine allows this process: open files, processes with their threads, and cores.
 
-A process that runs out of either sees errors far from the cause, or is aborted without a word. So both are
-compared with the need before anything is started.
+A process that runs out of files or processes sees errors far from the cause, or is aborted without a word.
+So both are compared with the need before anything is started.
 """
 
 import contextlib
@@ -112,6 +112,27 @@ def _left_to_the_user(root: Path) -> int:
 def _status_of(process: Path) -> dict[str, str]:
     lines = (process / "status").read_text(errors="replace").splitlines()  # a name may be any bytes
     return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
+
+
+def usable_cores(root: Path = Path("/")) -> int:
+    """How many cores may compute for this process: those of its affinity, or its groups' share of time.
+
+    More threads than a share has, as of a container with 4 of 64 cores, use it up early in each tenth of a
+    second, and all stand still for the rest.
+    """
+    cores = len(os.sched_getaffinity(0))
+    for folder, version in groups(root, "cpu"):
+        with suppress(
+            OSError, ValueError
+        ):  # no limit of version 2 is "max", and the root group has no file
+            if version == 2:
+                quota, period = map(int, (folder / "cpu.max").read_text().split())
+            else:
+                quota = int((folder / "cpu.cfs_quota_us").read_text())
+                period = int((folder / "cpu.cfs_period_us").read_text())
+            if quota > 0:  # no limit of version 1 is -1
+                cores = min(cores, -(-quota // period))
+    return cores
 
 
 def groups(root: Path, controller: str) -> Iterator[tuple[Path, int]]:

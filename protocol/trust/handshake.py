@@ -5,7 +5,6 @@ UNAVAILABLE with some text; the ssl module tells them apart.
 """
 
 import asyncio
-import errno
 import hashlib
 import hmac
 import json
@@ -34,7 +33,7 @@ from protocol.trust.credentials import Credentials, mended_by
 from protocol.trust.invite import SECRET_BYTES, Invite, endpoint_of
 from protocol.trust.pki import Authority, is_coordinators, new_swarm_id, pin_of, server_name
 from protocol.trust.proxy import Proxy, ProxyRefusedError
-from protocol.wire.sockets import connection_to, looked_up
+from protocol.wire.sockets import NO_WAY, connection_to, looked_up, most_telling
 
 TIMEOUT_SECONDS = 5.0
 """For connecting and for each answer within a handshake."""
@@ -44,8 +43,6 @@ LOOK_UP_SECONDS = 8.0
 
 WEB_PORT = 443
 """The one that nearly all networks let out."""
-
-_NO_WAY = (errno.ENETUNREACH, errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 
 _PROTOCOLS = ["h2", *("x" * 250 for _ in range(5))]
 """gRPC's, and what makes a first message as large as gRPC's is, which fills a packet: it may be lost."""
@@ -75,8 +72,9 @@ def nothing_answers(host: str, port: int, error: OSError) -> UnavailableError:
             f"check the name, and this machine's network: 'getent hosts {host}' shows an address where the "
             "name is known; a guest network wants you to sign in by a browser first"
         )
-    elif error.errno in _NO_WAY:
-        family = "IPv6" if ":" in host else "IPv4"
+    elif error.errno in NO_WAY:
+        places = addresses_of(host) or (host,)
+        family = " and ".join(sorted({"IPv6" if ":" in one else "IPv4" for one in places}))
         next_step = (
             f"if this machine is in a network, it is one without {family}: ask the run owner for an invite "
             "to another address of the coordinator ('atoll invite create --host HOST')"
@@ -168,7 +166,10 @@ def connected(host: str, port: int, proxy: Proxy | None) -> socket.socket:
     """A connection, through a proxy where there is one. Blocks. Raises OSError."""
     if proxy is not None:
         return proxy.connected(host, port, timeout=TIMEOUT_SECONDS)
-    return socket.create_connection((host, port), timeout=TIMEOUT_SECONDS)
+    try:
+        return socket.create_connection((host, port), timeout=TIMEOUT_SECONDS, all_errors=True)
+    except ExceptionGroup as failures:
+        raise most_telling(failures.exceptions) from None
 
 
 def fetch_certificate(host: str, port: int, proxy: Proxy | None = None) -> bytes:

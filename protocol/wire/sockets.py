@@ -6,6 +6,7 @@ that it has for everything: a few dead names would take them all, and rounds and
 
 import asyncio
 import contextlib
+import errno
 import socket
 import threading
 from collections.abc import Callable, Sequence
@@ -96,15 +97,25 @@ async def _in_its_turn(look: Callable[[], _Answer]) -> _Answer:
     return await asyncio.shield(looking)
 
 
+NO_WAY = (errno.ENETUNREACH, errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
+"""Of an address that nothing leads to from here, as one of IPv6 where there is IPv4 alone."""
+
+
+def most_telling(failures: Sequence[BaseException]) -> BaseException:
+    """Of what became of a name's addresses: where none leads anywhere is said only if that holds of all."""
+    others = [one for one in failures if getattr(one, "errno", None) not in NO_WAY]
+    return [OSError("no address"), *failures, *others][-1]
+
+
 async def connection_to(hosts: Sequence[str], port: int, **how: Any) -> Ends:
     """A connection to the first of several addresses that answers; `how` is asyncio.open_connection's.
 
     The next one is dialled soon, for the first may be of a family that leads nowhere here. Raises the
-    OSError of the last one where none does.
+    most telling OSError where none does.
     """
     left = list(hosts)
     dials: set[asyncio.Task[Ends]] = set()
-    failure: BaseException = OSError("no address")
+    failures: list[BaseException] = []
     made: Ends | None = None
     try:
         while left or dials:
@@ -116,7 +127,7 @@ async def connection_to(hosts: Sequence[str], port: int, **how: Any) -> Ends:
             )
             for dial in done:
                 if (error := dial.exception()) is not None:
-                    failure = error
+                    failures.append(error)
                 elif made is None:
                     made = dial.result()
                 else:
@@ -124,7 +135,7 @@ async def connection_to(hosts: Sequence[str], port: int, **how: Any) -> Ends:
             if made is not None:
                 ignore_end_of(made[1])
                 return made
-        raise failure
+        raise most_telling(failures)
     finally:
         for dial in dials:
             dial.add_done_callback(_drop)

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import sqlite3
 import subprocess
@@ -17,9 +18,10 @@ from coordinator.config import Home, create_home
 from coordinator.rules import rules_of
 from coordinator.settings import CoordinatorConfig
 from coordinator.store import Store
+from lab.processes.family import atoll_command, atoll_environment
 from protocol.terminal.query import StatusLink
 from tests.integration.small_machine import small_disk
-from tests.integration.typed_commands import Swarm, atoll, done, refused, typed_here, until
+from tests.integration.typed_commands import Swarm, Typed, atoll, done, refused, typed_here, until
 from tests.tiny_runs import tiny_text
 
 RUN = tiny_text(
@@ -286,6 +288,32 @@ def test_a_backup_that_was_killed_leaves_no_key_after_the_next_command(
         assert not unsent.exists()
     assert list(at.iterdir()) == []
     assert not list(home.glob(".backup-*"))
+
+
+def test_a_copy_on_a_disk_that_is_read_only_comes_back_and_one_with_a_log_is_refused(
+    swarm: Swarm, tmp_path: Path
+) -> None:
+    """As snapshots of disks are mounted."""
+    done(typed_here("coordinator", "backup", swarm.home, tmp_path / "copy"))
+    swarm.coordinator.kill()
+    (mounted := tmp_path / "mounted").mkdir()
+    with small_disk(mounted, num_bytes=16 << 20) as disk:
+        shutil.copytree(tmp_path / "copy", disk.path / "copy")
+        shutil.copytree(swarm.home, disk.path / "killed")
+        remount = ("mount", "-o", "remount,ro", str(mounted))
+        subprocess.run([*disk.through, *remount], check=True)
+
+        def restored(name: str) -> Typed:
+            command = atoll_command("coordinator", "restore", mounted / name, tmp_path / "back")
+            ran = subprocess.run(
+                [*disk.through, *command], env=atoll_environment({}), capture_output=True, text=True
+            )
+            return Typed(code=ran.returncode, out=ran.stdout, err=ran.stderr)
+
+        refused(restored("killed"), 71, "atoll.db-wal holds commits that", "copy all of")
+        assert "restored run" in done(restored("copy"))
+    swarm.home = tmp_path / "back"
+    swarm.start_coordinator()
 
 
 def test_a_backup_of_a_damaged_database_is_refused_and_so_is_a_start(swarm: Swarm) -> None:

@@ -6,17 +6,12 @@ import ssl
 from collections.abc import Iterator
 from contextlib import AsyncExitStack, ExitStack, closing, contextmanager
 from dataclasses import replace
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import grpc
 import grpc.aio
 import pytest
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import NameOID
 
 from protocol import errors
 from protocol.errors import (
@@ -45,6 +40,7 @@ from tests.integration.tls_coordinator import (
     get_run_blocking,
 )
 from tests.ports import free_port
+from tests.unit.served_folder import certificate_of
 
 
 async def test_a_member_gets_through_and_is_known_by_its_certificate(
@@ -141,6 +137,8 @@ async def test_where_a_portal_answers_in_the_coordinators_place_a_node_waits(
         writer.close()
 
     context = certificate_of("login.hotel.example", tmp_path) if by_tls else None
+    if context is not None:
+        context.set_alpn_protocols(["h2", "http/1.1"])
     async with await asyncio.start_server(sign_in, "127.0.0.1", 0, ssl=context) as portal:
         port = portal.sockets[0].getsockname()[1]
         # Unavailable, which a node waits through: its laptop will be in another network.
@@ -151,30 +149,23 @@ async def test_where_a_portal_answers_in_the_coordinators_place_a_node_waits(
             await enrol(replace(coordinator.invite(), port=port), Identity.generate(), "node")
 
 
-def certificate_of(name: str, folder: Path) -> ssl.SSLContext:
-    """What somebody who is no coordinator serves TLS with."""
-    key = ec.generate_private_key(ec.SECP256R1())
-    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
-    now = datetime.now(UTC)
-    certificate = (
-        x509.CertificateBuilder(subject, subject, key.public_key(), x509.random_serial_number())
-        .not_valid_before(now - timedelta(days=1))
-        .not_valid_after(now + timedelta(days=1))
-        .add_extension(x509.SubjectAlternativeName([x509.DNSName(name)]), critical=False)
-        .sign(key, hashes.SHA256())
-    )
-    (folder / "cert.pem").write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
-    (folder / "key.pem").write_bytes(
-        key.private_bytes(
-            serialization.Encoding.PEM,
-            serialization.PrivateFormat.PKCS8,
-            serialization.NoEncryption(),
-        )
-    )
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(folder / "cert.pem", folder / "key.pem")
-    context.set_alpn_protocols(["h2", "http/1.1"])
-    return context
+def test_a_coordinator_that_is_down_is_no_network_without_a_family_of_addresses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its name has two addresses: one refuses, and nothing leads to the other, as often to IPv6."""
+    port = free_port()
+
+    def look_up(host: str, *how: object, **more: object) -> list[Any]:
+        found = ("127.0.0.1", "224.0.0.1") if host == "dual.example" else ("224.0.0.1",)
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (each, port)) for each in found]
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    with pytest.raises(UnavailableError, match="Connection refused") as told:
+        handshake.fetch_certificate("dual.example", port)
+    assert "without" not in told.value.next_step
+    with pytest.raises(UnavailableError, match="Network is unreachable") as told:
+        handshake.fetch_certificate("single.example", port)
+    assert "it is one without IPv4:" in told.value.next_step
 
 
 def test_where_nothing_answers_and_a_proxy_is_set_the_sentence_says_that_it_is_not_used(

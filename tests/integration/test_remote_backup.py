@@ -5,6 +5,7 @@ import os
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -23,7 +24,7 @@ from coordinator.backups import CopyName
 from coordinator.config import Home
 from coordinator.remote_backup import RemoteCopies
 from lab.processes.family import atoll_command, atoll_environment
-from protocol.errors import BadDataError
+from protocol.errors import BadDataError, UnavailableError
 from tests.deployed import coordinator_in
 from tests.integration.typed_commands import Swarm, atoll, done, refused, typed_here, until
 from tests.tiny_runs import tiny_text
@@ -204,6 +205,25 @@ def test_copies_follow_each_other_and_the_newest_whole_one_comes_back(
     older = f"atoll coordinator restore {storage.url}/{whole[-2]} {tmp_path / 'again'}"
     refused(typed, 65, "run.toml is not what was sent", older)
     assert "restored run" in done(atoll(*older.split()[1:]))
+
+
+def test_a_storage_that_says_nothing_is_told_before_anybody_waits_for_long(
+    swarm: Swarm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("coordinator.remote_backup._PATIENCE_SECONDS", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "tested")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "tested")
+        kind = fsspec.get_filesystem_class("s3")
+        kind.clear_instance_cache()  # one of another test would go to that one's server
+        try:
+            copies = RemoteCopies.at("s3://backups/of-silence")
+            for call in (copies.found, lambda: copies.add(swarm.home, "first")):
+                with pytest.raises(UnavailableError, match="it has not answered within 0 s"):
+                    call()
+        finally:
+            kind.clear_instance_cache()
 
 
 def know_no_key_after(endpoint: str, num_calls: int) -> None:

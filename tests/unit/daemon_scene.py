@@ -13,7 +13,7 @@ from node.exchange.outer import Outer
 from node.exchange.state.on_disk import StateOnDisk
 from node.heavy import Heavy, Meters, in_place
 from node.island.island import ALL, Ability, Evaluation, InnerReport, InnerWork, Island, Progress
-from node.island.ranks.faults import LoopGoneError, RankDiedError
+from node.island.ranks.faults import LoopGoneError, OriginAwayError, RankDiedError
 from node.link.calls import Attachment, CoordinatorLink
 from protocol.errors import UnavailableError
 from protocol.run.models import Layout
@@ -45,6 +45,7 @@ class FakeIsland(Island):
         self.fault: Exception | None = None
         self.dies_in: list[str] = []  # calls in which a rank dies, each once
         self.is_loop = False  # what dies then is a loop, of which another comes by itself
+        self.is_away = False  # what ranks die of is where their tokens are fetched from
         self.able = ALL
         self.is_running = False
         self._is_broken = False
@@ -122,6 +123,8 @@ class FakeIsland(Island):
             if self.is_loop:
                 raise LoopGoneError(f"the loop is gone in {call}")
             self._is_broken = True
+        if self._is_broken and self.is_away:
+            raise OriginAwayError(f"s3://bucket cannot be fetched in {call}")
         if self._is_broken:
             raise RankDiedError(f"rank 0 on cpu was ended by SIGKILL in {call}")
 

@@ -111,6 +111,33 @@ async def test_a_rank_that_dies_again_at_once_ends_the_node_with_what_it_died_of
 
 
 @in_virtual_time
+async def test_where_tokens_are_fetched_from_may_be_away_for_long_and_people_see_it() -> None:
+    async with Life() as life:
+        life.island.is_away = True
+        life.island.dies_in = ["train"] * (2 * MOST_DEATHS)
+        life.link.say(RoundOpened(plan=life.plan(1, train_seconds=1000.0)))
+        seen = set()
+        while life.island.dies_in:
+            await asyncio.sleep(DEATH_SECONDS / 2)
+            seen.add(life.daemon.vitals().activity)
+        assert {"restarting ranks", "waiting for the run's tokens"} <= seen
+        await asyncio.sleep(60)
+        assert "tokens" not in life.daemon.vitals().activity
+        assert life.running is not None and not life.running.done()
+
+
+@in_virtual_time
+async def test_an_evaluation_whose_tokens_cannot_be_fetched_keeps_no_round_waiting() -> None:
+    async with Life() as life:
+        life.island.is_away = True
+        life.island.dies_in = ["evaluate"] * 1000
+        life.link.say(EvaluationAsked(round=0))
+        await asyncio.sleep(10)
+        assert await live_a_round(life, 1) == [TOKENS]
+        assert not life.link.reported(Evaluated)
+
+
+@in_virtual_time
 async def test_deaths_that_are_far_apart_never_end_the_node() -> None:
     async with Life() as life:
         for _ in range(2 * MOST_DEATHS):

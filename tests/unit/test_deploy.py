@@ -2,9 +2,11 @@
 
 import importlib.util
 import json
+import os
 import re
 import subprocess
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from importlib.resources import files
@@ -224,6 +226,48 @@ def test_a_shell_understands_every_script() -> None:
     assert len(scripts) == 8
     for script in scripts:
         subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+
+
+PROGRAMS = {
+    "hostname": "echo 10.0.0.1",
+    "srun": """
+        while [ "$1" != bash ]; do shift; done
+        SLURM_PROCID=0 "$@"
+    """,
+    "atoll": """
+        case "$2" in
+            start) touch "$ATOLL_DIR/started"; read -r code < "$ATOLL_DIR/drained"; exit "$code" ;;
+            drain) echo "$CODE" > "$ATOLL_DIR/drained"; read -r _ < "$ATOLL_DIR/ended" ;;
+        esac
+    """,
+}
+"""Played by scripts: Slurm, and a node that ends once it is drained, while `atoll node drain` still waits."""
+
+
+@pytest.mark.parametrize("code", [0, 71])
+def test_a_job_of_slurm_whose_time_is_up_ends_with_the_code_of_its_node(
+    tmp_path: Path, code: int
+) -> None:
+    for name, text in PROGRAMS.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}")
+        (tmp_path / name).chmod(0o755)
+    os.mkfifo(tmp_path / "drained")
+    os.mkfifo(tmp_path / "ended")
+    told = {"ATOLL_DIR": str(tmp_path), "SLURM_CPUS_PER_TASK": "1", "SLURM_NNODES": "1"}
+    environment = (
+        os.environ | told | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "CODE": f"{code}"}
+    )
+    with subprocess.Popen(["bash", DEPLOY / "slurm.sh"], env=environment) as job:
+        try:
+            while not (tmp_path / "started").exists():
+                assert job.poll() is None
+                time.sleep(0.01)
+            job.terminate()
+            # Opens once the drain waits; by then its node has ended.
+            (tmp_path / "ended").write_text("yes\n")
+            assert job.wait(timeout=60) == code
+        finally:
+            job.kill()
 
 
 @pytest.mark.parametrize(("status", "code"), [(200, 0), (403, 0), (503, 1), (None, 1)])

@@ -4,6 +4,7 @@ import json
 import os
 import pickle
 import shutil
+import socket
 import threading
 import time
 from pathlib import Path
@@ -16,14 +17,14 @@ from structlog.testing import capture_logs
 
 from node.island.data import fetching
 from node.island.data.dataset import Dataset
-from node.island.data.fetching import FetchedFiles, PieceCache, is_url
+from node.island.data.fetching import FetchedFiles, FsspecOrigin, PieceCache, is_url
 from node.island.data.manifest import FileEntry, piece_digests, read_manifest
 from node.island.data.opening import open_dataset
 from node.island.data.places import DataPlaces
-from node.island.ranks.faults import LostPieceError
+from node.island.ranks.faults import LostPieceError, OriginAwayError
 from protocol.errors import BadDataError, ConfigError, NoInputError, UnavailableError
 from protocol.run.run_spec import RunSpec
-from tests.unit.served_folder import serving
+from tests.unit.served_folder import certificate_of, serving
 from tests.unit.tokens_scene import small_shards, spec_of
 
 PIECE = 512
@@ -230,14 +231,59 @@ def test_a_piece_that_the_disk_changed_is_fetched_again(folder: Path, tmp_path: 
         assert same(fetched_from(served.url, spec_of(folder), tmp_path), here(folder))
 
 
-def test_a_server_that_fails_for_a_while_is_asked_again(folder: Path, tmp_path: Path) -> None:
+def test_a_server_that_fails_for_a_while_is_asked_again(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with serving(folder) as served:
         dataset = fetched_from(served.url, spec_of(folder), tmp_path)
         served.failures = fetching.NUM_TRIES - 1
         dataset.batch("training", np.array([0]))
         served.failures = 10**6
-        with pytest.raises(UnavailableError, match=r"tokens cannot be fetched: HTTP Error 503"):
+        with pytest.raises(OriginAwayError, match=r"tokens cannot be fetched: HTTP Error 503"):
             everything(dataset)
+        num_asked = len(served.asked)
+        monkeypatch.setattr(fetching, "TRYING_SECONDS", -1.0)
+        with pytest.raises(OriginAwayError):
+            everything(dataset)
+        assert len(served.asked) == num_asked + 1, "slow tries are fewer"
+
+
+def test_a_storage_that_says_nothing_does_not_hold_a_rank_for_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(fetching, "STORAGE_SECONDS", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        origin = FsspecOrigin(f"http://127.0.0.1:{silent.getsockname()[1]}/tokens")
+        with pytest.raises(TimeoutError, match=r"longer than 0\.2 s"):
+            origin.fetch("00000.tokens", 0, 10)
+
+
+def test_a_connection_that_is_cut_in_the_middle_of_a_piece_is_no_damage_and_tried_again(
+    folder: Path, tmp_path: Path
+) -> None:
+    with serving(folder) as served:
+        served.cuts = 1  # of the manifest
+        dataset = fetched_from(served.url, spec_of(folder), tmp_path)
+        served.cuts = fetching.NUM_TRIES - 1
+        assert same(dataset, here(folder))
+        served.cuts = 10**6
+        with pytest.raises(
+            OriginAwayError,
+            match=r"cannot be fetched: the connection ends [0-9,]+ bytes too early",
+        ):
+            fetched_from(served.url, spec_of(folder), tmp_path / "other")
+
+
+def test_a_certificate_that_nobody_here_knows_is_told_at_once_with_what_makes_it_known(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("it is tried again"))
+    with serving(folder, certificate_of("localhost", tmp_path)) as served:
+        with pytest.raises(UnavailableError, match="certificate verify failed") as refused:
+            fetched_from(served.url, spec_of(folder), tmp_path)
+        assert "SSL_CERT_FILE" in refused.value.next_step
+        monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "cert.pem"))
+        assert same(fetched_from(served.url, spec_of(folder), tmp_path), here(folder))
 
 
 def test_a_file_that_is_not_served_is_not_asked_for_again(folder: Path, tmp_path: Path) -> None:

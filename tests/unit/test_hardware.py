@@ -2,12 +2,14 @@
 
 import ctypes
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from node import cli
 from node.island.ranks.devices import free_bytes
 from node.machine import hardware
 from node.machine.gpus import DriverError, Gpu, gpus_of
@@ -21,7 +23,7 @@ from node.machine.hardware import (
     processes_for,
 )
 from protocol.errors import ConfigError, SystemRefusedError
-from protocol.service.limits import require_processes
+from protocol.service.limits import require_processes, usable_cores
 
 GIB = 1 << 30
 TWO_GPUS = Hardware(
@@ -243,6 +245,48 @@ def test_limits_of_the_first_version_of_control_groups_count_too(
     }
     text = "9:name=systemd:/\n4:memory:/docker/1a2b\n0::/\n"
     assert free_bytes(machine(tmp_path, available_kib=1024, group=text, **files)) == left
+
+
+IN_A_POD = "0::/pod/one\n"
+IN_DOCKER = "4:cpu,cpuacct:/docker/1a2b\n0::/\n"
+
+
+@pytest.mark.parametrize(
+    ("group", "files", "cores"),
+    [
+        ("0::/\n", {}, 16),
+        (IN_A_POD, {"pod/one/cpu.max": "max 100000", "pod/cpu.max": "max 100000"}, 16),
+        (IN_A_POD, {"pod/one/cpu.max": "max 100000", "pod/cpu.max": "350000 100000"}, 4),
+        (IN_A_POD, {"pod/one/cpu.max": "50000 100000"}, 1),
+        (IN_A_POD, {"pod/one/cpu.max": "6400000 100000"}, 16),
+        (IN_DOCKER, {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 16),
+        (IN_DOCKER, {"cpu/cpu.cfs_quota_us": "200000", "cpu/cpu.cfs_period_us": "100000"}, 2),
+    ],
+)
+def test_ranks_take_no_more_threads_than_their_container_has_cores_worth_of_time(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    group: str,
+    files: dict[str, str],
+    cores: int,
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(16)))
+    files = {f"sys/fs/cgroup/{name}": text for name, text in files.items()}
+    assert usable_cores(machine(tmp_path, available_kib=1024, group=group, **files)) == cores
+
+
+def test_a_start_shares_the_cores_of_its_process_among_its_ranks_and_not_those_of_the_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(13)))
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    threads: list[str] = []
+    monkeypatch.setattr(cli, "_home_of", lambda role, folder: folder)
+    monkeypatch.setattr(
+        cli, "_run", lambda *settings, **how: threads.append(os.environ.pop("OMP_NUM_THREADS"))
+    )
+    assert not cli.start.main(["--dir", str(tmp_path), "--shard", "3"], standalone_mode=False)
+    assert threads == ["4"]
 
 
 @pytest.mark.parametrize(

@@ -109,11 +109,14 @@ async def test_an_address_that_swallows_packets_does_not_hold_the_next_one_up() 
             writer.close()
 
 
-async def test_where_no_address_answers_the_last_ones_reason_is_told() -> None:
+@pytest.mark.parametrize("other", ["127.0.0.2", "224.0.0.1"])
+async def test_where_no_address_answers_a_reason_of_one_that_something_leads_to_is_told(
+    other: str,
+) -> None:
     with closing(socket.socket()) as bound:
         bound.bind(("127.0.0.1", 0))
         with pytest.raises(ConnectionRefusedError):
-            await connection_to(["127.0.0.1", "127.0.0.2"], bound.getsockname()[1])
+            await connection_to(["127.0.0.1", other], bound.getsockname()[1])
 
 
 HOLDERS: dict[str, Callable[[asyncio.StreamReader, asyncio.StreamWriter], object]] = {

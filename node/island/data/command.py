@@ -1,6 +1,5 @@
 """atoll data prepare, show and check. What they do is imported when they do it."""
 
-import os
 import signal
 import sys
 import time
@@ -14,6 +13,7 @@ import click
 from node.installed import READING, require_installed
 from protocol.errors import NoInputError, UsageError
 from protocol.files.durable import as_typed
+from protocol.service.limits import usable_cores
 from protocol.terminal import console
 from protocol.terminal.console import PathAtHome
 
@@ -141,7 +141,7 @@ def prepare(
     share, held_out_inputs = _share_or_files(held_out)
     repeated = tuple(map(_repetition, repeat))
     tokens = _files_of_tokens(inputs, but_for=held_out_inputs)
-    jobs = jobs or len(os.sched_getaffinity(0))
+    jobs = jobs or usable_cores()
     if tokens:
         _refuse(
             {"--pack": pack, "--repeat": " ".join(repeat) or None},

@@ -10,6 +10,7 @@ import fcntl
 import os
 import re
 import shutil
+import ssl
 import threading
 import time
 import urllib.error
@@ -17,6 +18,7 @@ import urllib.request
 from collections import OrderedDict
 from collections.abc import Container, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,7 +28,7 @@ import structlog
 
 from node.installed import needs_package
 from node.island.data.manifest import FileEntry, piece_digests
-from node.island.ranks.faults import LostPieceError
+from node.island.ranks.faults import LostPieceError, OriginAwayError
 from protocol.errors import AtollError, BadDataError, UnavailableError
 from protocol.files.durable import make_folder, write_atomically
 
@@ -39,7 +41,12 @@ _URL = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 NUM_TRIES = 5
 FIRST_PAUSE_SECONDS = 1.0
 SILENT_SECONDS = 15.0
-"""How long a server may say nothing. All tries together end before ranks count as hung."""
+"""How long a server may say nothing."""
+
+TRYING_SECONDS = 30.0
+STORAGE_SECONDS = 50.0
+"""No try begins later than the former, and of fsspec's, which try again by themselves, none takes longer than
+the latter. So ranks do not count as hung, even where one has waited for another's tries before its own."""
 
 NUM_FETCHERS = 2
 MAPPED_PIECES = 64
@@ -74,6 +81,9 @@ class HttpOrigin:
                     f"{url} is served whole where a part is asked for",
                     next_step="serve it by a server that knows ranges, or copy the folder",
                 )
+            # A read of so many bytes keeps quiet of a connection that ends before.
+            if answer.length and len(found) <= stop - start:
+                raise ConnectionError(f"the connection ends {answer.length:,} bytes too early")
         return found[: stop - start]
 
 
@@ -93,8 +103,23 @@ class FsspecOrigin:
 
     def fetch(self, file: str, start: int, stop: int) -> bytes:
         """See Origin."""
-        found: bytes = self._files.cat_file(f"{self._root}/{file}", start=start, end=stop)
-        return found
+        path = f"{self._root}/{file}"
+        if not self._files.async_impl:
+            content: bytes = self._files.cat_file(path, start=start, end=stop)
+            return content
+        asyn = import_module("fsspec.asyn")
+        try:
+            content = asyn.sync(
+                self._files.loop,
+                self._files._cat_file,  # what cat_file calls, without a limit
+                path,
+                start=start,
+                end=stop,
+                timeout=STORAGE_SECONDS,
+            )
+        except TimeoutError as error:  # fsspec's own says nothing
+            raise TimeoutError(f"it took longer than {STORAGE_SECONDS:g} s") from error
+        return content
 
 
 def is_url(path: str) -> bool:
@@ -109,26 +134,49 @@ def origin_of(url: str) -> Origin:
 
 
 def fetched(origin: Origin, file: str, start: int, stop: int) -> bytes:
-    """Bytes of a file, tried several times; raises UnavailableError."""
+    """Bytes of a file, tried several times.
+
+    Raises UnavailableError where that is in vain, and OriginAwayError where it may not be in a while.
+    """
     pause = FIRST_PAUSE_SECONDS
+    began_at = time.monotonic()
     for number in range(NUM_TRIES):
         try:
             return origin.fetch(file, start, stop)
         except AtollError:
             raise
         except Exception as error:  # fsspec's file systems raise what their packages do
-            is_there = not isinstance(error, FileNotFoundError)
-            if isinstance(error, urllib.error.HTTPError):
-                is_there = error.code not in (403, 404, 410, 416)
-            if number == NUM_TRIES - 1 or not is_there:
-                raise UnavailableError(
-                    f"{origin.name}/{file} cannot be fetched: {error}",
-                    next_step="look whether it is served, or copy the data and name the folder with "
+            is_final, is_late = _is_final(error), time.monotonic() - began_at > TRYING_SECONDS
+            if is_final or is_late or number == NUM_TRIES - 1:
+                raise (UnavailableError if is_final else OriginAwayError)(
+                    f"{origin.name}/{file} cannot be fetched: {str(error) or type(error).__name__}",
+                    next_step=f"{_to_look_at(error)}, or copy the data and name the folder with "
                     "data = in node.toml",
                 ) from error
         time.sleep(pause)
         pause *= 2
     raise AssertionError("the last try returns or raises")
+
+
+def _is_final(error: Exception) -> bool:
+    """Whether the same is to be had from another try."""
+    if isinstance(error, urllib.error.HTTPError):
+        return error.code in (401, 403, 404, 410, 416)
+    return isinstance(error, FileNotFoundError | PermissionError) or _is_of_a_certificate(error)
+
+
+def _is_of_a_certificate(error: Exception) -> bool:
+    """Whether this machine does not believe that the server is who it says; fsspec's packages wrap it."""
+    reason = getattr(error, "reason", error.__cause__)
+    return isinstance(reason, ssl.SSLCertVerificationError)
+
+
+def _to_look_at(error: Exception) -> str:
+    if _is_of_a_certificate(error):
+        return "set SSL_CERT_FILE (for s3:// AWS_CA_BUNDLE) to the file of the authority that it is signed by"
+    if isinstance(error, PermissionError):
+        return "give this node's user credentials for it, such as AWS_PROFILE"
+    return "look whether it is served"
 
 
 class PieceCache:
@@ -251,7 +299,7 @@ class FetchedFiles:
         self._expected = 0  # counts expectations: a new one ends the one before
 
     def read(self, name: str, start: int, stop: int) -> Bytes:
-        """See Files. Raises UnavailableError where no origin has them, LostPieceError where there is none."""
+        """See Files. Raises what `fetched` raises of the origins, LostPieceError where there is none."""
         size = self._piece_bytes
         parts = [
             self._piece(name, number)[max(0, start - number * size) : stop - number * size]
@@ -319,7 +367,8 @@ class FetchedFiles:
                 try:
                     piece = fetched(origin, name, start, stop)
                 except AtollError as error:
-                    refused = refused or error
+                    if refused is None or isinstance(error, OriginAwayError):
+                        refused = error
                     continue
                 if piece_digests([piece]) == (digest,):
                     self._cache.put(digest, piece)

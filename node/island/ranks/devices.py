@@ -17,7 +17,7 @@ from node.island.parallel.auto_mesh import DeviceKind
 from node.island.parallel.mesh_shape import Precision
 from node.island.ranks.aside import Aside
 from protocol.errors import ConfigError
-from protocol.service.limits import UNLIMITED, groups
+from protocol.service.limits import UNLIMITED, groups, usable_cores
 
 _GPUS: dict[DeviceKind, tuple[str, str]] = {
     "cuda": ("CUDA GPU", "nvidia-smi (rocm-smi for AMD's) and CUDA_VISIBLE_DEVICES"),
@@ -116,7 +116,7 @@ def default_threads(num_ranks: int) -> int:
     asked = os.environ.get("OMP_NUM_THREADS", "")
     if asked.isdecimal() and int(asked) > 0:
         return int(asked)
-    return max(1, len(os.sched_getaffinity(0)) // num_ranks)
+    return max(1, usable_cores() // num_ranks)
 
 
 if TYPE_CHECKING:

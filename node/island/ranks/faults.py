@@ -34,6 +34,12 @@ class LostPieceError(RankDiedError):
         self.piece = piece
 
 
+class OriginAwayError(RankDiedError):
+    """Where the run's tokens are fetched from does not answer now; it may in a while."""
+
+    exit_code = ExitCode.UNAVAILABLE
+
+
 class OutOfMemoryError(AtollError):
     """A rank's device, or the machine, has too little memory for what was asked of it."""
 
