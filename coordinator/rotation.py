@@ -119,7 +119,7 @@ class Rotation:
             if is_key_of(new_pem, home.authority_pem):
                 key_pem = new_pem
                 beside.replace(self.key_path)
-            sync_folder(self.key_path.parent)
+                sync_folder(self.key_path.parent)
         if not is_key_of(key_pem, home.authority_pem):
             raise BadDataError(
                 f"{self.key_path} is not the key of the authority of {self.directory}",
