@@ -318,9 +318,12 @@ def _verdict(prediction: Prediction, *, has_sparse: bool) -> str:
         advice = f"{100 * GOAL:.0f} % takes {enough / 1e6:.3g} Mbit/s with these settings"
     if not has_sparse:
         advice += f", or sparse codecs, for which a run must exchange each parameter {LEAST_FOR_SPARSE} times"
+    longest = prediction.longest_exchange_seconds
+    of_largest = f", or {longest:.3g} of the largest fragment," if prediction.is_uneven else ""
     return (
-        f"nodes compute for only {share} of the time, with {prediction.exchange_seconds:.3g} s of exchange "
-        f"for {prediction.training_seconds:.3g} s of inner steps, and what waits less loses more; {advice}"
+        f"nodes compute for only {share} of the time, with {prediction.exchange_seconds:.3g} s of exchange"
+        f"{of_largest} for {prediction.training_seconds:.3g} s of inner steps, and what waits less loses "
+        f"more; {advice}"
     )
 
 

@@ -389,6 +389,10 @@ class Setting:
         return self.fragments * self.steps
 
 
+UNEVEN = 1.2
+"""An exchange that takes so many times as long as the mean is told beside it."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
     """What the formula says of a setting."""
@@ -411,6 +415,11 @@ class Prediction:
     utilisation: float  # part of the time in inner steps, and in checks
     checking_share: float  # part of that time in spot checks
     times_fewer_bytes: float  # than a ring all-reduce of fp32 gradients at every inner step
+
+    @property
+    def is_uneven(self) -> bool:
+        """Whether the largest fragment takes clearly longer than the mean one."""
+        return self.longest_exchange_seconds >= UNEVEN * self.exchange_seconds
 
 
 def all_reduce_bytes_per_step(situation: Situation) -> float:

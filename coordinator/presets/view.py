@@ -70,14 +70,10 @@ def prediction_lines(plan: Plan) -> list[str]:
     return lines + warnings_of(plan)
 
 
-UNEVEN = 1.2
-"""An exchange that takes so many times as long as the mean is told beside it."""
-
-
 def _longest_in_words(plan: Plan) -> str:
     """That of the largest fragment, where it takes clearly longer."""
     prediction = plan.prediction
-    if prediction.longest_exchange_seconds < UNEVEN * prediction.exchange_seconds:
+    if not prediction.is_uneven:
         return ""
     largest = max(plan.situation.sizes_of(plan.setting.fragments))
     return (
