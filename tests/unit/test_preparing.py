@@ -389,6 +389,7 @@ def test_text_that_spells_a_special_token_is_no_special_token(tmp_path: Path) ->
         ("a.txt", b"a\0b", BadDataError, "zero bytes"),
         ("a.txt", "größer".encode("utf-16"), BadDataError, "a.txt is UTF-16, by its first bytes"),
         ("a.jsonl", '{"text": "x"}\n'.encode("utf-32"), BadDataError, "a.jsonl is UTF-32"),
+        ("a.json", '[{"text": "x"}]'.encode("utf-16"), BadDataError, "a.json is UTF-16"),
         (
             "a.jsonl",
             b'{"text": "x"}\n' * 9,
