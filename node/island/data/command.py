@@ -213,6 +213,13 @@ def _prepare(wanted: "Wanted") -> None:
     if made.in_several.num_conversations:
         _tell_several(made.in_several)
     _warn_of_names(made.named)
+    if made.not_utf8:
+        click.echo(
+            f"warning: {_counted(len(made.not_utf8), 'document is', 'documents are')} not UTF-8, as "
+            f"{made.not_utf8[0]}: the bytes are learned as they stand; convert the file, as "
+            "'iconv -f ISO-8859-1 -t UTF-8'",
+            err=True,
+        )
     if made.unknown_share:
         click.echo(
             f"warning: {made.unknown_share:.2%} of all tokens stand for text that the tokenizer has no token "
