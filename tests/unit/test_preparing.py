@@ -389,6 +389,7 @@ def test_text_that_spells_a_special_token_is_no_special_token(tmp_path: Path) ->
         ("a.txt", b"a\0b", BadDataError, "zero bytes"),
         ("a.txt", "größer".encode("utf-16"), BadDataError, "a.txt is UTF-16, by its first bytes"),
         ("a.jsonl", '{"text": "x"}\n'.encode("utf-32"), BadDataError, "a.jsonl is UTF-32"),
+        ("a.json", '[{"text": "x"}]'.encode("utf-16"), BadDataError, "a.json is UTF-16"),
         (
             "a.jsonl",
             b'{"text": "x"}\n' * 9,
@@ -450,6 +451,21 @@ def test_the_mark_of_utf_8_is_no_text(name: str, tmp_path: Path) -> None:
     [part] = parts_of(tmp_path / name, 1 << 20)
     [document] = read_documents(part, field="text")
     assert document.text.decode() == "größer"
+
+
+def test_text_that_is_not_utf_8_is_told_where_it_is_taken_as_bytes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, text in (("a", "größer".encode("latin-1")), ("b", "größer".encode()), ("c", b"c")):
+        (tmp_path / f"{name}.txt").write_bytes(text)
+    out = tmp_path / "out"
+    arguments = ["data", "prepare", str(tmp_path / "*.txt"), "--held-out", "0.3", "--out", str(out)]
+    assert console.run(cli.root, arguments) == 0
+    told = capsys.readouterr().err
+    assert (
+        f"1 document is not UTF-8, as {tmp_path / 'a.txt'}, byte 0: the bytes are learned" in told
+    )
+    assert sorted(every_document(out)) == [b"c", "größer".encode(), "größer".encode("latin-1")]
 
 
 def test_text_that_is_not_utf_8_is_refused_for_a_tokenizer(tmp_path: Path) -> None:

@@ -100,7 +100,7 @@ def test_names_of_special_tokens_in_what_people_wrote_are_counted_and_placed(
     assert (
         f"4 texts have the name of a special token, as {named.in_text}: there it is letters" in told
     )
-    assert "1 conversations have the name" in told
+    assert "1 conversation has the name" in told
 
 
 @pytest.mark.parametrize("kind", ["WordLevel", "WordPiece", "Unigram", "BPE", "bytes"])

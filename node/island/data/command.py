@@ -114,7 +114,7 @@ def prepare(
 ) -> None:
     """Make tokens of text, once, for a run.
 
-    INPUT is a file, a folder or a glob: text, .jsonl, .csv or .tsv (all also .gz, .bz2, .xz, .zst),
+    INPUT is a file, a folder or a glob: text, .jsonl, .json, .csv or .tsv (also .gz, .bz2, .xz, .zst),
     .parquet, .arrow, or a folder that Hugging Face's datasets saved. A record has a "text", "messages",
     ShareGPT's "conversations", or "prompt" and "completion". Where it is interrupted, the same command
     goes on. The folder is there when it is complete.
@@ -213,6 +213,13 @@ def _prepare(wanted: "Wanted") -> None:
     if made.in_several.num_conversations:
         _tell_several(made.in_several)
     _warn_of_names(made.named)
+    if made.not_utf8:
+        click.echo(
+            f"warning: {_counted(len(made.not_utf8), 'document is', 'documents are')} not UTF-8, as "
+            f"{made.not_utf8[0]}: the bytes are learned as they stand; convert the file, as "
+            "'iconv -f ISO-8859-1 -t UTF-8'",
+            err=True,
+        )
     if made.unknown_share:
         click.echo(
             f"warning: {made.unknown_share:.2%} of all tokens stand for text that the tokenizer has no token "
@@ -292,20 +299,24 @@ def _tell_several(several: "InSeveral") -> None:
     )
 
 
+def _counted(number: int, one: str, many: str) -> str:
+    return f"{number:,} {one if number == 1 else many}"
+
+
 def _warn_of_names(named: "Named") -> None:
     """Of special tokens that somebody has written out by their names."""
     if named.num_texts:
         click.echo(
-            f"warning: {named.num_texts:,} texts have the name of a special token, as {named.in_text}: there "
-            "it is letters and not that token; let a chat template write the tokens of conversations, which "
-            "records have as 'messages'",
+            f"warning: {_counted(named.num_texts, 'text has', 'texts have')} the name of a special token, as "
+            f"{named.in_text}: there it is letters and not that token; let a chat template write the tokens "
+            "of conversations, which records have as 'messages'",
             err=True,
         )
     if named.num_conversations:
+        have = _counted(named.num_conversations, "conversation has", "conversations have")
         click.echo(
-            f"warning: {named.num_conversations:,} conversations have the name of a special token in what is "
-            f"said, as {named.in_conversation}: there it is that token, and may end a turn or begin another; "
-            "remove it",
+            f"warning: {have} the name of a special token in what is said, as {named.in_conversation}: there "
+            "it is that token, and may end a turn or begin another; remove it",
             err=True,
         )
 
@@ -356,7 +367,7 @@ def _tell(
 
     trained, kept_back = manifest.num_tokens("training"), manifest.num_tokens("held_out")
     num_documents = sum(s.num_documents for s in (*manifest.training, *manifest.held_out))
-    _, pieces = _PIECES[manifest.row is not None]
+    *_, pieces = _PIECES[manifest.row is not None]
     files = "" if num_files is None else f" from {num_files:,} file{'s' * (num_files != 1)}"
     left_out = f"; {num_empty:,} without text left out" if num_empty else ""
     if num_held_out_too:
@@ -420,9 +431,9 @@ def show(folder: Path, held_out: bool, numbers: tuple[int, ...], whole: bool) ->
             f"{folder} has no documents that are {'held out' if held_out else 'trained on'}",
             next_step="show the others, without --held-out" if held_out else "add --held-out",
         )
-    piece, pieces = _PIECES[manifest.row is not None]
+    piece, one, many = _PIECES[manifest.row is not None]
     purpose = "held out" if held_out else "to train on"
-    click.echo(f"{len(lengths):,} {pieces} {purpose}: {lengths_in_words(lengths)}")
+    click.echo(f"{_counted(len(lengths), one, many)} {purpose}: {lengths_in_words(lengths)}")
     for number in numbers or some_of(len(lengths)):
         _show_document(
             piece, tokens.document(split, number), most=None if whole else SHOWN_CHARACTERS
@@ -433,7 +444,10 @@ SHOWN_CHARACTERS = 600
 """Of neighbouring tokens that are learned alike."""
 
 
-_PIECES = {False: ("document", "documents"), True: ("piece", "pieces of documents")}
+_PIECES = {
+    False: ("document", "document", "documents"),
+    True: ("piece", "piece of a document", "pieces of documents"),
+}
 """What offsets part tokens into, by whether rows are packed."""
 
 

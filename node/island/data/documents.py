@@ -118,8 +118,10 @@ _REFUSED = {
 def _kind_of(path: Path) -> Kind:
     """By its name, but .json may have a record a line. Raises BadDataError for what holds no documents."""
     suffix = suffix_of(path)
-    if suffix == ".json" and (kind := _kind_of_json(path)) is not None:
-        return kind
+    if suffix == ".json":
+        _check_encoding(path)
+        if (kind := _kind_of_json(path)) is not None:
+            return kind
     if suffix in _REFUSED:
         what, next_step = _REFUSED[suffix]
         raise BadDataError(

@@ -117,6 +117,7 @@ class Prepared:
     num_cut: int  # pieces to train on that begin within a document longer than a row
     in_several: InSeveral
     named: Named
+    not_utf8: tuple[str, ...]  # places of documents that are no text, and are taken as bytes
     unknown_share: float  # of all tokens: those for text that the tokenizer has no token for
     tokens_of: dict[str, int]  # to train on, for each pattern that is repeated; "" has the others'
 
@@ -196,6 +197,7 @@ def prepare(
         in_several=functools.reduce(
             InSeveral.plus, (receipt.in_several for receipt in receipts), InSeveral()
         ),
+        not_utf8=tuple(where for receipt in receipts for where in receipt.not_utf8),
         unknown_share=sum(receipt.num_unknown for receipt in receipts)
         / max(1, sum(receipt.num_encoded for receipt in receipts)),
         named=functools.reduce(Named.plus, (receipt.named for receipt in receipts), Named()),

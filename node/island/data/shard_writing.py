@@ -235,6 +235,9 @@ class Receipt(Section):
     named: Named  # likewise
     num_unknown: int  # tokens of all documents that stand for text without a token
     num_encoded: int  # tokens of all documents, each once
+    not_utf8: tuple[
+        str, ...
+    ]  # of documents that are taken as bytes: places of those that are no text
     num_cut: int  # pieces in training that begin within a document longer than a row
     tokens_of: dict[str, int]  # to be learned in training, for each source
     least_hash: Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")] | None  # of its documents
@@ -380,6 +383,7 @@ def write_shard(
     held_out = ShardWriter(folder, f"{name}.held-out", token_bytes=token_bytes)
     num_documents, num_empty, num_held_out_too, num_answering = 0, 0, 0, 0
     num_unknown, num_encoded = 0, 0
+    not_utf8: list[str] = []
     least_hash, in_several, named = HASHES, InSeveral(), Named()
     held_out_hashes = np.empty(0, HASH_TYPE)
     if encoding.held_out_hashes is not None and not job.is_held_out:
@@ -399,6 +403,8 @@ def write_shard(
             is_first = not part.repetition
             num_answering += has_parts(document) and is_first
             if is_first:
+                if encoding.tokenizer is None and not _is_utf8(document.text):
+                    not_utf8.append(document.where)
                 num_encoded += sum(len(one.tokens) for one in encoded)
                 num_unknown += sum(_num_of(tokenizer.unknown, one) for one in encoded)
                 if (special := tokenizer.named_in(document)) is not None:
@@ -443,6 +449,7 @@ def write_shard(
         named=named,
         num_unknown=num_unknown,
         num_encoded=num_encoded,
+        not_utf8=tuple(not_utf8),
         num_cut=num_cut,
         tokens_of=tokens_of,
         least_hash=None if least_hash == HASHES else f"{least_hash:016x}",
@@ -451,6 +458,14 @@ def write_shard(
 
 def _num_of(token: int | None, encoded: Encoded) -> int:
     return 0 if token is None else int(np.count_nonzero(encoded.tokens == token))
+
+
+def _is_utf8(text: bytes) -> bool:
+    try:
+        text.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def _unless_empty(
