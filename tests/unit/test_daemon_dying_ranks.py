@@ -125,7 +125,7 @@ async def test_where_tokens_are_fetched_from_may_be_away_for_long_and_people_see
                 is_training.set()
             return await train(work, tell)
 
-        life.island.train = told  # type: ignore[method-assign]
+        life.island.train = told
         life.link.say(RoundOpened(plan=life.plan(1, train_seconds=1000.0)))
         seen = set()
         while life.island.dies_in:
