@@ -9,7 +9,7 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.util import find_spec
@@ -38,6 +38,9 @@ _PATIENCE_SECONDS = 120.0
 _LEAST_BYTES_PER_SECOND = 50_000.0
 """How long a storage may take for a call: for its answer, and for what it carries. Packages of fsspec try
 again by themselves, some for longer than from one copy to the next, and meanwhile nobody would be told."""
+
+_ONE_PIECE_BYTES = 5 << 30
+"""Most that S3 takes in one piece; s3fs sends twice its `chunksize` so, 100 MB unless told otherwise."""
 
 _PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs"}
 
@@ -108,7 +111,9 @@ class _Place:
     def send(self, name: str, body: bytes) -> None:
         try:
             with _told(self.url):
-                self._call("pipe_file", f"{self.path}/{name}", body, num_bytes=len(body))
+                self._call(
+                    "pipe_file", f"{self.path}/{name}", body, num_bytes=len(body), **self._whole
+                )
         except FileNotFoundError as error:
             raise UnavailableError(
                 f"{self.url} cannot be used: {error}", next_step="make the bucket, and try again"
@@ -133,15 +138,21 @@ class _Place:
         with _told(self.url), contextlib.suppress(FileNotFoundError):
             self._call("rm_file", f"{self.path}/{name}")
 
-    def _call(self, method: str, *arguments: Any, num_bytes: int = 0) -> Any:
+    @property
+    def _whole(self) -> Mapping[str, int]:
+        """How a file goes in one piece: of parts whose upload breaks off S3 keeps each, unseen and paid."""
+        kind = self.url.partition("://")[0]
+        return {"chunksize": _ONE_PIECE_BYTES // 2} if kind in ("s3", "s3a") else {}
+
+    def _call(self, method: str, *arguments: Any, num_bytes: int = 0, **options: Any) -> Any:
         """Calls the storage. Raises TimeoutError where it takes too long, and what storages raise."""
         if not self.storage.async_impl:
-            return getattr(self.storage, method)(*arguments)
+            return getattr(self.storage, method)(*arguments, **options)
         seconds = _PATIENCE_SECONDS + num_bytes / _LEAST_BYTES_PER_SECOND
         call = getattr(self.storage, f"_{method}")  # what the method calls, without a limit
         try:
             return import_module("fsspec.asyn").sync(
-                self.storage.loop, call, *arguments, timeout=seconds
+                self.storage.loop, call, *arguments, timeout=seconds, **options
             )
         except TimeoutError as error:  # fsspec's own says nothing
             raise TimeoutError(f"it has not answered within {seconds:.0f} s") from error

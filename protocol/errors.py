@@ -14,7 +14,7 @@ class ExitCode(IntEnum):
     USAGE = 64  # the command line is wrong
     BAD_DATA = 65  # an input cannot be read as what it should be: a mistyped invite
     NO_INPUT = 66  # a file or folder is not there, a glob matches nothing
-    UNAVAILABLE = 69  # the coordinator or a peer cannot be reached
+    UNAVAILABLE = 69  # the coordinator, a peer, or an address of data or backups cannot be reached
     INTERNAL = 70  # a bug in Atoll
     SYSTEM = 71  # the machine refuses: a port in use, too little shared memory
     CANNOT_CREATE = 73  # an output exists or cannot be written

@@ -231,9 +231,15 @@ class LastingIsland:
         is_held = self._is_halted or self._is_cut_short or not self._up.is_set()
         if is_held or self._why_paused() or rest.inner_steps < 1:
             return done or _nothing(work, seconds=0.0)
+        tell = _from_step(done, on_progress)
+
+        def heard(progress: Progress) -> None:
+            self.is_without_tokens = False
+            tell(progress)
+
         try:
             with self._exchange_time.ranks_at_work():
-                report = await self._island.train(rest, _from_step(done, on_progress))
+                report = await self._island.train(rest, heard)
         except RankDiedError as death:
             await self._restart(death)
             return None

@@ -122,15 +122,14 @@ def usable_cores(root: Path = Path("/")) -> int:
     """
     cores = len(os.sched_getaffinity(0))
     for folder, version in groups(root, "cpu"):
-        with suppress(
-            OSError, ValueError
-        ):  # no limit of version 2 is "max", and the root group has no file
+        # No limit is "max" in version 2, and -1 in version 1; the root group has no file.
+        with suppress(OSError, ValueError):
             if version == 2:
                 quota, period = map(int, (folder / "cpu.max").read_text().split())
             else:
                 quota = int((folder / "cpu.cfs_quota_us").read_text())
                 period = int((folder / "cpu.cfs_period_us").read_text())
-            if quota > 0:  # no limit of version 1 is -1
+            if quota > 0:
                 cores = min(cores, -(-quota // period))
     return cores
 

@@ -22,7 +22,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from coordinator.backups import CopyName
 from coordinator.config import Home
-from coordinator.remote_backup import RemoteCopies
+from coordinator.remote_backup import RemoteCopies, _Place
 from lab.processes.family import atoll_command, atoll_environment
 from protocol.errors import BadDataError, UnavailableError
 from tests.deployed import coordinator_in
@@ -205,6 +205,18 @@ def test_copies_follow_each_other_and_the_newest_whole_one_comes_back(
     older = f"atoll coordinator restore {storage.url}/{whole[-2]} {tmp_path / 'again'}"
     refused(typed, 65, "run.toml is not what was sent", older)
     assert "restored run" in done(atoll(*older.split()[1:]))
+
+
+@pytest.mark.parametrize("storage", ["s3"], indirect=True)
+def test_a_large_file_goes_in_one_piece_so_none_stay_of_an_upload_that_breaks_off(
+    storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for key, value in storage.environment.items():
+        monkeypatch.setenv(key, value)
+    _Place.at(storage.url).send("atoll.db", bytes(110 << 20))
+    sent = storage.files.info(f"{storage.url}/atoll.db")
+    assert sent["size"] == 110 << 20
+    assert "-" not in sent["ETag"], "with which S3 marks what came in parts"
 
 
 def test_a_storage_that_says_nothing_is_told_before_anybody_waits_for_long(
