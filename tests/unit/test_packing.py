@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from node.island.data.opening import open_dataset
+from node.island.data.packing import best_fit
 from node.island.data.places import DataPlaces
-from node.island.data.shard_writing import best_fit
 from node.island.data.token_shards import TokenShards
 from protocol.errors import ConfigError
 from tests.unit.tokens_scene import prepared, spec_of

@@ -42,6 +42,8 @@ from node.island.data.manifest import (
     check_sizes,
     entry_of_file,
 )
+from node.island.data.packing import pack
+from node.island.data.shard_files import ShardWriter, bits_of, token_bytes_of
 from node.island.data.shard_writing import (
     HASHES,
     Encoding,
@@ -49,11 +51,7 @@ from node.island.data.shard_writing import (
     Named,
     Receipt,
     ShardJob,
-    ShardWriter,
-    bits_of,
     hashes_of,
-    pack,
-    token_bytes_of,
     write_shard,
 )
 from node.island.data.tokenizing import (

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from node.island.data.dataset import held_out_choice
 from node.island.data.manifest import OFFSET_BYTES, TOKENIZER_FILE, Manifest, ShardEntry, Split
-from node.island.data.shard_writing import bits_of
+from node.island.data.shard_files import bits_of
 from node.island.data.token_shards import MappedFiles
 from node.island.data.tokenizing import open_tokenizer
 from protocol.errors import UsageError

@@ -1,0 +1,153 @@
+"""The files of a shard: tokens, offsets of documents, and a bit for each token that is learned."""
+
+import os
+from array import array
+from pathlib import Path
+from typing import IO, Literal
+
+import blake3
+import numpy as np
+import numpy.typing as npt
+
+from node.island.data.manifest import OFFSET_BYTES, PIECE_BYTES, FileEntry, ShardEntry
+from node.island.data.tokenizing import Encoded
+from protocol.files.durable import refusing
+
+_WRITTEN_BYTES = 256 << 10
+"""Of bits that are all set, at a time."""
+
+
+def token_bytes_of(vocab_size: int) -> Literal[1, 2, 4]:
+    """The least size of a token that holds every number of a vocabulary."""
+    return 1 if vocab_size <= 1 << 8 else 2 if vocab_size <= 1 << 16 else 4
+
+
+class DigestedFile:
+    """A new file whose pieces are digested as they are written."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._hasher = blake3.blake3()
+        self._in_piece = 0
+        self._pieces: list[str] = []
+        self._num_bytes = 0
+        with refusing(path):
+            self._file: IO[bytes] = path.open("wb")
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Adds to the file; raises SystemRefusedError when the disk is full."""
+        left = memoryview(data).cast("B")
+        self._num_bytes += len(left)
+        with refusing(self._path):
+            self._file.write(left)
+        while len(left):
+            own = left[: PIECE_BYTES - self._in_piece]
+            self._hasher.update(own)
+            self._in_piece += len(own)
+            left = left[len(own) :]
+            if self._in_piece == PIECE_BYTES:
+                self._end_piece()
+
+    def close(self) -> FileEntry:
+        """Makes the file durable."""
+        if self._in_piece:
+            self._end_piece()
+        with refusing(self._path):
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        self._file.close()
+        return FileEntry(bytes=self._num_bytes, pieces=tuple(self._pieces))
+
+    def _end_piece(self) -> None:
+        self._pieces.append(self._hasher.hexdigest())
+        self._hasher, self._in_piece = blake3.blake3(), 0
+
+
+class _Bits:
+    """A bit for each token, written once one of them is not set."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: DigestedFile | None = None
+        self._rest: npt.NDArray[np.bool_] = np.empty(0, np.bool_)
+        self._num_before = 0  # tokens of which all bits are set
+
+    def add(self, counted: npt.NDArray[np.bool_] | None, num_tokens: int) -> None:
+        if self._file is None:
+            if counted is None or counted.all():
+                self._num_before += num_tokens
+                return
+            self._file = DigestedFile(self._path)
+            whole, more = divmod(self._num_before, 8)
+            for start in range(0, whole, _WRITTEN_BYTES):
+                self._file.write(b"\xff" * min(_WRITTEN_BYTES, whole - start))
+            self._rest = np.ones(more, np.bool_)
+        own = np.ones(num_tokens, np.bool_) if counted is None else counted
+        bits = np.concatenate((self._rest, own))
+        whole = len(bits) // 8 * 8
+        self._file.write(np.packbits(bits[:whole], bitorder="little").tobytes())
+        self._rest = bits[whole:]
+
+    def close(self) -> FileEntry | None:
+        if self._file is None:
+            return None
+        self._file.write(np.packbits(self._rest, bitorder="little").tobytes())
+        return self._file.close()
+
+
+class ShardWriter:
+    """Writes documents one after the other; its files are NAME.tokens, NAME.offsets and NAME.mask."""
+
+    def __init__(self, folder: Path, name: str, *, token_bytes: int) -> None:
+        self._name = name
+        self._dtype = np.dtype(f"<u{token_bytes}")
+        self._tokens = DigestedFile(folder / f"{name}.tokens")
+        self._bits = _Bits(folder / f"{name}.mask")
+        self._folder = folder
+        self._offsets = array("Q", [0])
+        self.num_tokens = 0
+        self._num_counted = 0
+        self._text_bytes = 0
+
+    def add(self, encoded: Encoded) -> None:
+        """One document."""
+        num_tokens = len(encoded.tokens)
+        counted = encoded.counted
+        self._tokens.write(encoded.tokens.astype(self._dtype).tobytes())
+        self._bits.add(counted, num_tokens)
+        self.num_tokens += num_tokens
+        self._num_counted += encoded.num_counted
+        self._text_bytes += encoded.text_bytes
+        self._offsets.append(self.num_tokens)
+
+    def add_text_bytes(self, num_bytes: int) -> None:
+        """Of documents that were added without theirs."""
+        self._text_bytes += num_bytes
+
+    def close(self) -> tuple[ShardEntry, dict[str, FileEntry]]:
+        """The shard and its files, which are durable now."""
+        offsets = DigestedFile(self._folder / f"{self._name}.offsets")
+        offsets.write(np.array(self._offsets, f"<u{OFFSET_BYTES}").tobytes())
+        files = {
+            f"{self._name}.tokens": self._tokens.close(),
+            f"{self._name}.offsets": offsets.close(),
+        }
+        mask = self._bits.close()
+        if mask is not None:
+            files[f"{self._name}.mask"] = mask
+        return ShardEntry(
+            tokens=f"{self._name}.tokens",
+            num_tokens=self.num_tokens,
+            num_counted=self._num_counted,
+            offsets=f"{self._name}.offsets",
+            mask=None if mask is None else f"{self._name}.mask",
+            num_documents=len(self._offsets) - 1,
+            text_bytes=self._text_bytes,
+        ), files
+
+
+def bits_of(bits: npt.NDArray[np.uint8], start: int, length: int) -> npt.NDArray[np.bool_]:
+    """Which of these tokens are counted, by a mask file."""
+    first, last = start // 8, -(-(start + length) // 8)
+    found = np.unpackbits(bits[first:last], bitorder="little")[start % 8 :][:length]
+    return found.astype(np.bool_)
