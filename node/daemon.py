@@ -225,6 +225,7 @@ class Daemon:
             disk=holdings.disk,
             heavy=heavy,
             first_state=holdings.first_state,
+            first_digest=self._spec.first_digest,
         )
         coordinator = CoordinatorCalls(
             report=self._session.report,

@@ -346,6 +346,8 @@ class Exchange:
 
     async def _opened_state(self, want: WantManifest) -> ServedState | None:
         """The newest state that is asked for: from disk, or copied where there is no folder."""
+        if not self.outer.round and self._here.first_digest not in (None, self.outer.digest):
+            return None  # it waits for the first weights itself
         if self._disk is not None:
             return await self._disk.served(
                 want.includes, self.outer, lock=self._lock, heavy=self._heavy

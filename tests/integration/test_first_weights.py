@@ -38,8 +38,9 @@ def swarm(tmp_path: Path) -> Iterator[Swarm]:
 def test_a_node_without_the_first_weights_fetches_them_from_the_one_that_has_them(
     swarm: Swarm,
 ) -> None:
-    invite = swarm.invite("--uses", "2")
+    invite = swarm.invite("--uses", "3")
     homes = [swarm.join(name, invite) for name in ("without", "with")]
+    swarm.join("neither", invite)
     without = swarm.start_node("without")
     without.says("the first weights come from a node that has them")
     without.says("attached")
@@ -55,6 +56,10 @@ def test_a_node_without_the_first_weights_fetches_them_from_the_one_that_has_the
         ),
         "a wait that has its reason",
     )
+    neither = swarm.start_node("neither")
+    neither.says("no node here has the weights that the run begins with; this one waits")
+    assert "serving a state" not in without.log, "it has none yet"
+    neither.stop(signal.SIGTERM)
     having = swarm.start_node("with", "--weights", str(swarm.home / FIRST_WEIGHTS))
     memories = without.shared_memory(), having.shared_memory()
     without.ends(memories[0])

@@ -46,6 +46,7 @@ class StateHere:
     disk: StateOnDisk | None  # None: nothing outlives the process
     heavy: Heavy
     first_state: FirstState | None = None  # None: the weights of round 0 come from elsewhere
+    first_digest: Digest | None = None  # of these, where they are given
     held: HeldResults = field(default_factory=HeldResults)
 
 
