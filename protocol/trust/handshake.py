@@ -33,7 +33,7 @@ from protocol.trust.credentials import Credentials, mended_by
 from protocol.trust.invite import SECRET_BYTES, Invite, endpoint_of
 from protocol.trust.pki import Authority, is_coordinators, new_swarm_id, pin_of, server_name
 from protocol.trust.proxy import Proxy, ProxyRefusedError
-from protocol.wire.sockets import NO_WAY, connection_to, looked_up, most_telling
+from protocol.wire.sockets import NO_WAY, blocking_connection_to, connection_to, looked_up
 
 TIMEOUT_SECONDS = 5.0
 """For connecting and for each answer within a handshake."""
@@ -166,10 +166,7 @@ def connected(host: str, port: int, proxy: Proxy | None) -> socket.socket:
     """A connection, through a proxy where there is one. Blocks. Raises OSError."""
     if proxy is not None:
         return proxy.connected(host, port, timeout=TIMEOUT_SECONDS)
-    try:
-        return socket.create_connection((host, port), timeout=TIMEOUT_SECONDS, all_errors=True)
-    except ExceptionGroup as failures:
-        raise most_telling(failures.exceptions) from None
+    return blocking_connection_to(host, port, seconds=TIMEOUT_SECONDS)
 
 
 def fetch_certificate(host: str, port: int, proxy: Proxy | None = None) -> bytes:

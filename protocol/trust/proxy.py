@@ -12,6 +12,7 @@ from urllib.parse import quote, unquote, urlsplit
 
 from protocol.errors import UsageError
 from protocol.trust.invite import endpoint_of
+from protocol.wire.sockets import blocking_connection_to
 
 MAX_ANSWER_BYTES = 1 << 14
 
@@ -87,7 +88,7 @@ class Proxy:
     def connected(self, host: str, port: int, *, timeout: float) -> socket.socket:
         """A tunnel. Blocks; `timeout` is for each answer. Raises OSError."""
         try:
-            made = socket.create_connection((self.host, self.port), timeout=timeout)
+            made = blocking_connection_to(self.host, self.port, seconds=timeout)
         except TimeoutError as error:
             raise ProxyRefusedError(f"the proxy {self.endpoint} does not answer in time") from error
         except OSError as error:

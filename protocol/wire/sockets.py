@@ -107,6 +107,17 @@ def most_telling(failures: Sequence[BaseException]) -> BaseException:
     return [OSError("no address"), *failures, *others][-1]
 
 
+def blocking_connection_to(host: str, port: int, *, seconds: float) -> socket.socket:
+    """A connection to the first of a name's addresses that answers; `seconds` are for each, and for answers.
+
+    Raises the most telling OSError where none does.
+    """
+    try:
+        return socket.create_connection((host, port), timeout=seconds, all_errors=True)
+    except ExceptionGroup as failures:
+        raise most_telling(failures.exceptions) from None
+
+
 async def connection_to(hosts: Sequence[str], port: int, **how: Any) -> Ends:
     """A connection to the first of several addresses that answers; `how` is asyncio.open_connection's.
 

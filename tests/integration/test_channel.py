@@ -27,6 +27,7 @@ from protocol.trust.enrolment import enrol
 from protocol.trust.handshake import Diagnosis, nothing_answers
 from protocol.trust.identity import Identity
 from protocol.trust.pki import server_name
+from protocol.trust.proxy import Proxy
 from protocol.v1 import session_pb2_grpc
 from protocol.wire import channel
 from protocol.wire.channel import channel_options, open_channel
@@ -163,6 +164,8 @@ def test_a_coordinator_that_is_down_is_no_network_without_a_family_of_addresses(
     with pytest.raises(UnavailableError, match="Connection refused") as told:
         handshake.fetch_certificate("dual.example", port)
     assert "without" not in told.value.next_step
+    with pytest.raises(OSError, match=r"dual\.example:\d+ does not answer \(Connection refused\)"):
+        Proxy(host="dual.example", port=port).connected("train.example", 7700, timeout=5)
     with pytest.raises(UnavailableError, match="Network is unreachable") as told:
         handshake.fetch_certificate("single.example", port)
     assert "it is one without IPv4:" in told.value.next_step
