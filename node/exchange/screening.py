@@ -191,18 +191,23 @@ def contradicted(
     and agree, or are as good as at right angles, none of them is contradicted, however many others there are;
     and whoever pulls against all of them is, whatever its length. To point against is more than chance gives,
     and than a quarter of how much the larger half agrees. Where that half contradicts itself, nobody says who
-    is right.
+    is right. Nor does one alone, whatever its votes: it takes another one that does not point against it.
     """
     if len(about) < FEWEST_FOR_A_MEDIAN:
         return {}
 
+    def is_vouched(place: int) -> bool:
+        """Whether its own votes and those of absent ones are more than half of all about it."""
+        said = about[place]
+        return 2 * (said.get(place, 0) + said.get(NOT_HERE, 0)) > sum(said.values())
+
     def agreeing(place: int) -> float:
         """The cosine that more than half of the votes say at least; 0 where its own and absent ones do."""
+        if is_vouched(place):
+            return 0.0
         said = about[place]
         whole = sum(said.values())
         so_far = said.get(place, 0) + said.get(NOT_HERE, 0)
-        if 2 * so_far > whole:
-            return 0.0
         others = sorted(
             (cosines[min(place, other), max(place, other)].against, vote)
             for other, vote in said.items()
@@ -215,8 +220,15 @@ def contradicted(
             if 2 * end > whole
         )
 
+    def witnessed(place: int) -> float:
+        """The cosine with whom it agrees most."""
+        return max((-each.against for pair, each in cosines.items() if place in pair), default=0.0)
+
     middle = [agreeing(place) for place in range(len(about))]
-    usual = -_middle([-each for each in middle], votes)  # the upper one of two
+    if min(middle) >= 0:
+        return {}
+    seen = [witnessed(place) if is_vouched(place) else each for place, each in enumerate(middle)]
+    usual = -_middle([-each for each in seen], votes)  # the upper one of two
     if usual < 0:
         return {}
     return {

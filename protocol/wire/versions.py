@@ -20,10 +20,11 @@ end, and no renewal."""
 OLDEST_WIRE = 1
 """What it still understands."""
 
-MERGE = 1
+MERGE = 2
 """The arithmetic by which a reducer screens and merges contributions, and nodes apply results. Reducer and
 auditor, or two nodes, that differ in it would contradict each other, and one would be convicted: so a run has
-one, its coordinator's, and releases of others are refused. Golden files in tests hold it."""
+one, its coordinator's, and releases of others are refused. Golden files in tests hold it. By 1 a member
+with most of the work had others left out alone."""
 
 NODE, COORDINATOR = "the node", "the coordinator"
 """Who speaks it."""

@@ -168,6 +168,32 @@ def test_of_many_contributions_words_are_drawn_by_what_they_count(
             )
 
 
+@examples(200)
+@given(
+    others=st.lists(st.integers(0, 100), min_size=2, max_size=6),
+    against=st.floats(-1.0, -0.01),
+    not_here=st.integers(0, 50),
+    data=st.data(),
+)
+def test_one_alone_leaves_nobody_out_however_much_it_has_done(
+    others: list[int], against: float, not_here: int, data: st.DataObject
+) -> None:
+    """A node of most of the work, from whose weights all others lead back: nobody says who is right."""
+    votes = [sum(others) + not_here + 1, *others]
+    cosines = {(0, place): against for place in range(1, len(votes))} | {
+        pair: data.draw(st.floats(-1.0, 1.0)) for pair in combinations(range(1, len(votes)), 2)
+    }
+
+    def left_out() -> set[int]:
+        about = votes_about(votes, not_here=not_here)
+        told = {pair: Cosine(value=each, error=0.0) for pair, each in cosines.items()}
+        return set(contradicted(told, about, votes))
+
+    assert left_out() == set()
+    cosines[0, 1] = 0.5
+    assert left_out() == {place for place in range(2, len(votes)) if against < -0.25 * 0.5}
+
+
 def test_a_cosine_that_chance_gives_speaks_against_nobody() -> None:
     """Three standard errors: what rows that few samples touch make of honest work."""
     about = votes_about([1, 1, 1])

@@ -78,13 +78,13 @@ def test_nothing_of_the_run_is_learnt_from_who_is_first_or_alone(name: str) -> N
 
 def test_a_release_that_merges_otherwise_is_refused_and_convicts_nobody() -> None:
     scene = Scene()
-    for merges in (0, MERGE):  # the first releases tell none
-        scene.attach(f"node-{merges}", merge_version=merges)
-    with pytest.raises(
-        ProtocolMismatchError, match=f"merges by version {MERGE + 1} of the ari"
-    ) as error:
-        scene.attach("later", merge_version=MERGE + 1)
-    assert "install the coordinator's version of Atoll" in str(error.value)
+    scene.attach("node", merge_version=MERGE)
+    for told, merges in ((0, 1), (MERGE + 1, MERGE + 1)):  # the first releases tell none
+        with pytest.raises(
+            ProtocolMismatchError, match=f"merges by version {merges} of the ari"
+        ) as error:
+            scene.attach("another", merge_version=told)
+        assert "install the coordinator's version of Atoll" in str(error.value)
 
 
 def test_a_node_with_another_corpus_takes_part() -> None:
