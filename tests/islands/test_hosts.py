@@ -8,7 +8,6 @@ import subprocess
 import uuid
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +30,14 @@ from node.outer_state import SharedVectors, Vector
 from protocol.errors import ConfigError, ProtocolMismatchError
 from protocol.run.models import layout_of
 from protocol.run.run_spec import ExchangeSection, RunSpec
+from protocol.wire.versions import release
 from tests.islands.rank_scene import small_spec
 from tests.islands.test_ranks import ENDLESS, ignore, trained_inline, work_of
 
 SPEC = small_spec().model_copy(
     update={"model": small_spec().model.model_copy(update={"num_layers": 2})}
 )
-VERSION = metadata.version("atoll")
+VERSION = release()
 PATIENCE_SECONDS = 900.0  # for a hang only
 SHARDS, STAGES, COPIES = MeshShape(shard=2), MeshShape(pipeline=2), MeshShape(replicate=2)
 FOUR = MeshShape(shard=4)
