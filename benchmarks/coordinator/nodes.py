@@ -26,6 +26,7 @@ from protocol.wire import convert
 from protocol.wire.channel import open_channel
 from protocol.wire.payload import RESULT, Payload, PayloadHeader
 from protocol.wire.rounds import Digest, NodeId
+from protocol.wire.versions import MERGE
 
 
 @dataclass(slots=True)
@@ -113,6 +114,7 @@ class SimulatedNode:
                 device="simulated",
                 num_ranks=1,
                 version="0",
+                merge_version=MERGE,
                 process_id=1,
             )
         )

@@ -25,6 +25,7 @@ from protocol.v1.session_pb2_grpc import SessionServiceStub
 from protocol.v1.status_pb2_grpc import StatusServiceStub
 from protocol.wire import convert
 from protocol.wire.channel import open_blocking_channel, open_channel
+from protocol.wire.versions import MERGE
 from tests.ports import free_port
 
 PATIENCE_SECONDS = 30.0
@@ -130,6 +131,7 @@ class FakeNode:
             device="cpu",
             num_ranks=1,
             version="0",
+            merge_version=MERGE,
         )
         request.MergeFrom(session_pb2.AttachRequest(**changes))  # type: ignore[arg-type]
         response: session_pb2.AttachResponse = await self.session.Attach(request)

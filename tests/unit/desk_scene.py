@@ -16,6 +16,7 @@ from protocol.trust.signing import CommitSigner
 from protocol.v1 import session_pb2
 from protocol.wire import convert
 from protocol.wire.rounds import Digest
+from protocol.wire.versions import MERGE
 
 
 class HasBytes(Protocol):
@@ -45,6 +46,7 @@ def attach_request() -> session_pb2.AttachRequest:
         outer_digest=DIGEST,
         device="cpu",
         num_ranks=1,
+        merge_version=MERGE,
     )
 
 
