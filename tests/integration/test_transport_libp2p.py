@@ -27,6 +27,7 @@ from protocol.wire.payload import WireCounts
 from tests.integration.transport_peers import Desk, Peer, introduce, make_payload, start_transport
 
 SECONDS = 20.0
+PUSHES = 6
 
 
 def has_process(pid: int) -> bool:
@@ -219,13 +220,16 @@ async def test_streams_that_stay_open_over_a_pause_serve_again_and_end_with_the_
     transport, peer = await start_transport()
     other_transport, other = await start_transport()
     await introduce(peer, other)
-    streams = []
-    for number in range(2):
+    resting: set[object] = set()
+    for number in range(PUSHES):
         payload = make_payload(body=os.urandom(9_000_000), round=number)
         await transport.push(other.node_id, payload, timeout_seconds=SECONDS)
-        streams.append(set(transport._sendings[other.node_id]._tasks))
-    assert streams[0] & streams[1]
-    assert len(other.desk.received) == 2
+        before, resting = resting, set(transport._sendings[other.node_id]._tasks)
+        if before & resting:
+            break  # on a starved machine all streams may break between two pushes, but not each time
+    else:
+        pytest.fail("no stream outlived a push")
+    assert len(other.desk.received) == number + 1
     await transport.stop()
     await other_transport.stop()
     assert asyncio.all_tasks() == tasks_before

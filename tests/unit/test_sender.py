@@ -79,8 +79,11 @@ class Scene:
     def break_stream(self, stream: PartStream) -> None:
         self.do(self.sender.closed(stream, now=self.now, error=ConnectionError("broken")))
 
-    def end(self, body: OutgoingBody, *, most_at_rest: int = 0) -> None:
-        self.do(self.sender.ended(body, most_at_rest=most_at_rest, now=self.now))
+    def end(self, body: OutgoingBody, *, has_arrived: bool = True, most_at_rest: int = 0) -> None:
+        actions = self.sender.ended(
+            body, has_arrived=has_arrived, most_at_rest=most_at_rest, now=self.now
+        )
+        self.do(actions)
 
 
 def test_a_peer_goes_through_its_states_in_order() -> None:
@@ -182,10 +185,34 @@ def test_who_waits_in_line_opens_no_streams_for_parts_until_its_offer_is_answere
 def test_a_stream_that_is_closed_carries_nothing_of_what_comes_next() -> None:
     scene = Scene()
     first = scene.push(20)
-    scene.end(first, most_at_rest=1)
+    scene.end(first, has_arrived=False, most_at_rest=1)
     assert len(scene.closed) == 1 and not scene.sender.streams
     second = scene.push(2)
     assert scene.carried[-1] == (second, 1)
+
+
+def test_a_stream_stays_whose_last_parts_are_answered_after_the_whole_body_was() -> None:
+    scene = Scene()
+    first = scene.push(WORTH_KEEPING + 1)
+    (stream,) = scene.sender.streams
+    for _ in range(WORTH_KEEPING):
+        scene.answer(stream)
+    scene.end(first, most_at_rest=1)
+    assert scene.sender.streams == [stream] and not scene.closed
+    second = scene.push(3)
+    assert scene.answer(stream).body is first
+    assert [scene.answer(stream).body for _ in range(3)] == [second] * 3
+    assert not stream.under_way
+
+
+def test_a_wide_stream_that_carries_what_was_given_up_is_closed() -> None:
+    scene = Scene()
+    first = scene.push(WORTH_KEEPING + 1)
+    (stream,) = scene.sender.streams
+    for _ in range(WORTH_KEEPING):
+        scene.answer(stream)
+    scene.end(first, has_arrived=False, most_at_rest=1)
+    assert scene.closed == [stream]
 
 
 def test_a_peer_that_is_ahead_waits_until_others_have_got_on() -> None:

@@ -70,6 +70,8 @@ class OutgoingBody:
         """Parts that the receiver has not acknowledged: those that wait are among them."""
         self.has_passed = False
         """Whether the next body may begin: nothing waited here at least once. It stays so."""
+        self.has_arrived = False
+        """Whether the peer has all of it: answers to some parts may still be on their streams."""
         self._waiting = deque(range(num_parts))  # on no stream; what was given back is first
         self._held: frozenset[int] | None = None  # by the receiver, when it accepted the offer
         self._kept: set[int] = set()  # by the receiver for the offer; empty once that is accepted
@@ -313,9 +315,12 @@ class PeerSender:
         body.has_passed = True
         return self._next(now)
 
-    def ended(self, body: OutgoingBody, *, most_at_rest: int, now: float) -> list[Action]:
+    def ended(
+        self, body: OutgoingBody, *, has_arrived: bool, most_at_rest: int, now: float
+    ) -> list[Action]:
         """The peer has it, or it was given up. After the last one some streams stay, at rest."""
         body.has_passed = True
+        body.has_arrived = has_arrived
         if body in self._offered and body.even_in is not None:
             self._evenness.end(self)
         for bodies in (self._line, self._begun, self._offered):
@@ -497,7 +502,12 @@ class PeerSender:
 
     def _rest(self, most: int) -> list[Action]:
         """Keeps only streams that are wide, and carry nothing of bodies that were given up."""
-        worth = [s for s in self.streams if not s.under_way and s.num_carried >= WORTH_KEEPING]
+        worth = [
+            stream
+            for stream in self.streams
+            if stream.num_carried >= WORTH_KEEPING
+            and all(part.body.has_arrived for part in stream.under_way)
+        ]
         kept, self.streams = worth[:most], self.streams
         ended = [stream for stream in self.streams if stream not in kept]
         self.streams = kept

@@ -156,18 +156,22 @@ class Sending:
     @asynccontextmanager
     async def _in_line(self, push: _Push) -> AsyncIterator[None]:
         """Waits until the body may be offered; ends what the sender knows of it."""
+        has_arrived = False
         self._pushes.add(push)
         try:
             self._do(self._sender.add(push, now=self._traffic.clock()))
             await push.may_begin.wait()
             yield
+            has_arrived = True
         finally:
             self._pushes.remove(push)
-            await self._done(
-                self._sender.ended(
-                    push, most_at_rest=self._most_at_rest(), now=self._traffic.clock()
-                )
+            actions = self._sender.ended(
+                push,
+                has_arrived=has_arrived,
+                most_at_rest=self._most_at_rest(),
+                now=self._traffic.clock(),
             )
+            await self._done(actions)
             self._traffic.tell_progress()
 
     async def close(self) -> None:
