@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from lab.simulation.virtual_time import run_in_virtual_time
 from node.exchange.peers import Want, WantChunk, WantChunkMap
 from protocol.wire.payload import Payload
+from protocol.wire.rounds import Way
 from tests.unit.download_scene import Supply, assert_is, changed
 from tests.unit.spreading_scene import (
     ALONE_SECONDS,
@@ -130,6 +131,24 @@ def test_liars_leavers_and_cut_peers_do_not_make_the_holder_give_it_to_everybody
         faults: list[tuple[str | None, float]] = [(None, 0.0)] * 4
         await spread(scene, [*faults, ("lie", 0.0), ("leave", 20.0), ("cut", 30.0)])
         assert scene.given(scene.holder) < 2.7
+        await scene.stop()
+
+    run_in_virtual_time(run())
+
+
+def test_nothing_goes_between_joiners_that_the_holder_carries() -> None:
+    """Each chunk would take its uplink as well."""
+
+    async def run() -> None:
+        scene = SpreadingScene(2)
+        await scene.start()
+        one, other = sorted(joiner.node_id for joiner in scene.joiners)
+        scene.network.cut(one, other)
+        for node in scene.nodes.values():
+            node.transport.set_ways((Way(one=one, other=other, through=(scene.holder.node_id,)),))
+        await spread(scene, [(None, 0.0)] * 2)
+        assert [scene.given(joiner) for joiner in scene.joiners] == [0.0, 0.0]
+        assert scene.given(scene.holder) == 2.0
         await scene.stop()
 
     run_in_virtual_time(run())

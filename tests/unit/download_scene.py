@@ -30,6 +30,7 @@ from node.exchange.state.download import Download
 from node.heavy import in_place
 from protocol.wire.payload import Payload, PayloadHeader, WireCounts
 from protocol.wire.rounds import Digest, NodeId, PeerAddress, RosterEntry
+from protocol.wire.vitals import LinkState
 
 RUN, LAYOUT = Digest(bytes(range(32))), Digest(bytes(range(32, 64)))
 NUM_ELEMENTS = 1000
@@ -282,6 +283,9 @@ class _Watched:
             )
         finally:
             under_way[peer] -= counted
+
+    def seen(self) -> LinkState:
+        return self._scene.transport.seen()
 
     def __getattr__(self, name: str) -> Any:
         raise AssertionError(f"a download only fetches, it does not use {name}")

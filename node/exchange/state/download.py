@@ -385,7 +385,7 @@ class Download:
         others = spreading.others[: MOST_DONORS - LOOKED_AT_BESIDE]
         beside = [
             peer
-            for peer in self._trusted()
+            for peer in self._near()
             if peer not in spreading.donors and self._looked_at.get(peer, 0.0) <= now
         ]
         beside.sort(key=lambda peer: self._looked_at.get(peer, 0.0))
@@ -401,7 +401,7 @@ class Download:
 
     async def _others_with(self, arriving: Arriving) -> dict[NodeId, ChunkMap]:
         """The maps of peers that fetch a state too, and have something of it that is missing here."""
-        asked, missing = self._trusted()[:MOST_DONORS], list(arriving.missing)
+        asked, missing = self._near()[:MOST_DONORS], list(arriving.missing)
         found = await asyncio.gather(*(self._map_of(peer, arriving.manifest) for peer in asked))
         return {
             peer: chunk_map
@@ -470,6 +470,14 @@ class Download:
         now = asyncio.get_running_loop().time()
         trusted = (p for p in self._donors.peers() if self._distrusted_until.get(p, 0.0) <= now)
         return tuple(sorted(trusted, key=lambda peer: self._donors.silences.has(peer, now)))
+
+    def _near(self) -> tuple[NodeId, ...]:
+        """Those of them that are reached without a third member.
+
+        What a member carries takes its uplink, which may be the holder's: that had better give the chunks.
+        """
+        unreachable = frozenset(self._donors.transport.seen().unreachable)
+        return tuple(peer for peer in self._trusted() if peer not in unreachable)
 
     def _distrust(self, peer: NodeId, why: str) -> None:
         log.warning("a donor lies, and is not asked for a while", peer=peer, why=why)
