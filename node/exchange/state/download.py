@@ -36,7 +36,7 @@ from node.exchange.peers import (
     do_nothing,
 )
 from node.exchange.state.chunks import Arrivals, Arriving, Manifest, ManifestError, read_map
-from node.exchange.state.spreading import MOST_DONORS, ChunkMap, Spreading
+from node.exchange.state.spreading import MOST_OTHERS, ChunkMap, Spreading
 from node.heavy import Heavy, cancelled
 from protocol.terminal.console import bytes_in_words, seconds_in_words
 from protocol.wire.payload import Payload
@@ -361,12 +361,8 @@ class Download:
                 due_at = clock() + waits.recruit_seconds
             for peer in self._trusted():
                 is_finishing = self._finishing.get(peer, 0.0) > clock()
-                is_wanted = is_finishing or (is_due and spreading.num_whole < ENOUGH_DONORS)
-                if (
-                    not is_wanted
-                    or peer in spreading.donors
-                    or len(spreading.donors) >= MOST_DONORS
-                ):
+                most = MOST_OTHERS if is_finishing else ENOUGH_DONORS if is_due else 0
+                if peer in spreading.donors or spreading.num_whole >= most:
                     continue
                 if await self._manifest_of(peer, want) == manifest:
                     self._finishing.pop(peer, None)
@@ -382,18 +378,21 @@ class Download:
     async def _look(self, spreading: Spreading, manifest: Manifest) -> None:
         """Asks peers which chunks they have: those that fetch the state too, and in turn all others."""
         now = asyncio.get_running_loop().time()
-        others = spreading.others[: MOST_DONORS - LOOKED_AT_BESIDE]
+        others = spreading.others
         beside = [
             peer
             for peer in self._near()
             if peer not in spreading.donors and self._looked_at.get(peer, 0.0) <= now
         ]
         beside.sort(key=lambda peer: self._looked_at.get(peer, 0.0))
-        asked = (*others, *beside[: MOST_DONORS - len(others)])
+        asked = (*others, *beside[: max(LOOKED_AT_BESIDE, MOST_OTHERS - len(others))])
         found = await asyncio.gather(*(self._map_of(peer, manifest) for peer in asked))
+        trusted = self._trusted()  # some may have lied meanwhile
         for peer, (has_answered, chunk_map) in zip(asked, found, strict=True):
-            if chunk_map is not None and (peer in others or len(spreading.donors) < MOST_DONORS):
-                spreading.take_map(peer, chunk_map)
+            if chunk_map is not None and peer in trusted:
+                alike = spreading.num_whole if chunk_map.all() else len(spreading.others)
+                if peer in spreading.others or alike < MOST_OTHERS:
+                    spreading.take_map(peer, chunk_map)
             elif has_answered and peer in others:
                 spreading.drop_donor(peer)
                 self._note_finishing(peer)
@@ -401,7 +400,7 @@ class Download:
 
     async def _others_with(self, arriving: Arriving) -> dict[NodeId, ChunkMap]:
         """The maps of peers that fetch a state too, and have something of it that is missing here."""
-        asked, missing = self._near()[:MOST_DONORS], list(arriving.missing)
+        asked, missing = self._near()[:MOST_OTHERS], list(arriving.missing)
         found = await asyncio.gather(*(self._map_of(peer, arriving.manifest) for peer in asked))
         return {
             peer: chunk_map
@@ -422,7 +421,7 @@ class Download:
         except NotHeldError:
             return True, None
         except TransferRefusedError:
-            return False, None
+            payload = None
         if payload is None:
             self._looked_at[peer] = now + self._donors.waits.recruit_seconds
             return False, None

@@ -27,8 +27,8 @@ from protocol.wire.rounds import Digest, NodeId
 ChunkMap = npt.NDArray[np.bool_]
 """Whether a node has each chunk."""
 
-MOST_DONORS = 16
-"""Chunks come from so many nodes, and maps are asked of so many at a time."""
+MOST_OTHERS = 12
+"""Of so many that fetch the state too chunks are asked; there is always room for those that hold it."""
 
 
 class Spreading(Schedule[int]):
