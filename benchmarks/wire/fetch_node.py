@@ -24,9 +24,10 @@ from node.exchange.peers import (
     Waits,
     Want,
     WantChunk,
+    WantChunkMap,
     WantManifest,
 )
-from node.exchange.state.chunks import Donor
+from node.exchange.state.donor import Donor
 from node.exchange.state.download import Download
 from node.exchange.transport.libp2p import Libp2pTransport
 from node.heavy import in_thread
@@ -59,10 +60,12 @@ def state_of(num_elements: int) -> Snapshot:
 
 
 class Giving:
-    """What a node does when it is asked: gives the state, chunk by chunk, and takes nothing."""
+    """What a node does when it is asked: gives the state, or what has come of it, and takes nothing."""
 
-    def __init__(self, node_id: NodeId, state: Snapshot) -> None:
+    def __init__(self, node_id: NodeId, state: Snapshot, *, is_whole: bool) -> None:
         self._state = state
+        self.is_whole = is_whole
+        self.download: Download | None = None
         self._donor = Donor(
             node_id=node_id,
             run_digest=RUN,
@@ -70,11 +73,12 @@ class Giving:
             num_elements=len(state.parameters),
             oldest_round=lambda: ROUND,
             open_state=self._open,
+            arriving=lambda: None if self.download is None else self.download.arriving,
             heavy=in_thread,
         )
 
     async def _open(self, want: WantManifest) -> Snapshot | None:
-        return self._state if want.includes(ROUND) else None
+        return self._state if self.is_whole and want.includes(ROUND) else None
 
     async def supply(self, sender: NodeId, want: Want) -> Payload | None:
         match want:
@@ -82,6 +86,8 @@ class Giving:
                 return await self._donor.manifest(want)
             case WantChunk():
                 return await self._donor.chunk(want)
+            case WantChunkMap():
+                return await self._donor.chunk_map(want)
             case _:
                 return None
 
@@ -101,12 +107,13 @@ class FetchNode:
         self._num_elements: int = order["num_elements"]
         self._state = state_of(self._num_elements)
         self._digest = self._state.outer_digest()
-        self._giving = Giving(self._identity.node_id, self._state)
+        self._giving = Giving(self._identity.node_id, self._state, is_whole=order["is_whole"])
         self._roster: tuple[RosterEntry, ...] = ()
 
     async def run(self, reader: asyncio.StreamReader) -> None:
         """Obeys until standard input ends."""
-        async with self._transport(WireCounts()) as transport:
+        counts = WireCounts()
+        async with self._transport(counts) as transport:
             say(
                 said="started",
                 public_key=self._identity.public_key.hex(),
@@ -123,37 +130,48 @@ class FetchNode:
                         transport.set_roster(self._roster)
                         say(said="met")
                     case "fetch":
-                        say(said="fetched", **await self._fetch())
+                        say(said="fetched", **await self._fetch_anew())
+                    case "join":
+                        say(said="joined", **await self._fetched_over(transport, counts))
+                    case "count":
+                        say(said="counted", sent_bytes=counts.totals()["snapshot"][0])
         self._giving.drop()
 
-    async def _fetch(self) -> dict[str, Any]:
+    async def _fetch_anew(self) -> dict[str, Any]:
         """Fetches the state over new connections, as a joiner does."""
         counts = WireCounts()
         async with self._transport(counts) as transport:
             transport.set_roster(self._roster)
-            me = self._identity.node_id
-            donors = tuple(entry.node_id for entry in self._roster if entry.node_id != me)
-            download = Download(
-                run_digest=RUN,
-                layout_digest=LAYOUT,
-                num_elements=self._num_elements,
-                heavy=in_thread,
-                donors=fetching.Donors(
-                    transport=transport,
-                    peers=lambda: donors,
-                    silences=fetching.Silences(transport.round_trip_seconds, Waits()),
-                ),
-                folder=None,
-                say=lambda _: None,
-            )
-            before = counts.totals()
-            began = time.monotonic()
-            found = await download.fetch(ROUND, self._is_right)
-            seconds = time.monotonic() - began
-            assert found is not None
-            assert found.outer_digest() == self._digest
-            _, received = grown(before, counts.totals())["snapshot"]
-            return {"seconds": seconds, "received_bytes": received}
+            return await self._fetched_over(transport, counts)
+
+    async def _fetched_over(self, transport: Libp2pTransport, counts: WireCounts) -> dict[str, Any]:
+        """Fetches the state, and gives it as it comes and from then on."""
+        me = self._identity.node_id
+        donors = tuple(entry.node_id for entry in self._roster if entry.node_id != me)
+        download = self._giving.download = Download(
+            run_digest=RUN,
+            layout_digest=LAYOUT,
+            num_elements=self._num_elements,
+            heavy=in_thread,
+            donors=fetching.Donors(
+                node_id=me,
+                transport=transport,
+                peers=lambda: donors,
+                silences=fetching.Silences(transport.round_trip_seconds, Waits()),
+            ),
+            folder=None,
+            say=lambda _: None,
+        )
+        before = counts.totals()
+        began = time.monotonic()
+        found = await download.fetch(ROUND, self._is_right)
+        seconds = time.monotonic() - began
+        assert found is not None
+        assert found.outer_digest() == self._digest
+        self._giving.is_whole = True
+        await download.taken_over()
+        _, received = grown(before, counts.totals())["snapshot"]
+        return {"seconds": seconds, "received_bytes": received}
 
     async def _is_right(self, round: int, digest: Digest) -> bool:
         return (round, digest) == (ROUND, self._digest)

@@ -291,7 +291,7 @@ async def _guarded(sender: NodeId, work: Awaitable[T]) -> T:
 
 
 class QueuedNetwork(MemoryNetwork):
-    """Every node's uplink carries so much, for all of its payloads together.
+    """Every node's uplink carries so much for all of its payloads together, or what `slow_down` says.
 
     In swarms of equal nodes downlinks then carry as much and need no queue of their own.
     """
@@ -306,5 +306,6 @@ class QueuedNetwork(MemoryNetwork):
         """Until the payload is at the other side: behind all that its sender has sent before."""
         now = asyncio.get_running_loop().time()
         begins = max(now, self._free_at.get(sender, now))
-        self._free_at[sender] = begins + num_bytes / self._bytes_per_second_of_all
+        rate = self._bytes_per_second.get(sender, self._bytes_per_second_of_all)
+        self._free_at[sender] = begins + num_bytes / rate
         return self._free_at[sender] + self.latency_seconds - now

@@ -21,6 +21,7 @@ from node.exchange.peers import (
     Transport,
     Want,
     WantChunk,
+    WantChunkMap,
     WantInput,
     WantManifest,
     WantResult,
@@ -30,7 +31,7 @@ from node.exchange.round.state import Rules, refusal
 from node.exchange.round.transition import waiting_for
 from node.exchange.runner import RoundRunner
 from node.exchange.state.catch_up import CatchUp, CoordinatorCalls
-from node.exchange.state.chunks import Donor, ServedState
+from node.exchange.state.donor import Donor, ServedState
 from node.exchange.state.sources import StateHere
 from node.outer_state import Vector
 from protocol.wire.messages import AuditAsked, RoundNews, SliceTakenOver, SpotCheckAsked
@@ -85,9 +86,11 @@ class Exchange:
             num_elements=here.outer.layout.num_elements,
             oldest_round=self._oldest_useful_round,
             open_state=self._opened_state,
+            arriving=lambda: self._catch_up.arriving,
             heavy=here.heavy,
         )
         self._donors = Donors(
+            node_id=rules.node_id,
             transport=transport,
             peers=self._peers,
             silences=Silences(transport.round_trip_seconds, rules.waits),
@@ -330,6 +333,8 @@ class Exchange:
                 return await self._donor.manifest(want)
             case WantChunk():
                 return await self._donor.chunk(want)
+            case WantChunkMap():
+                return await self._donor.chunk_map(want)
             case WantInput():
                 self.audits.note_asked()
                 state = None if self._round is None else self._round.state

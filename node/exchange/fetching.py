@@ -17,11 +17,11 @@ Results of slices are fetched here from first to last (`fetch_results`), whoever
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Awaitable, Callable, Hashable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import structlog
 
@@ -142,8 +142,25 @@ class Schedule(Generic[Key]):
         free = [donor for donor in self.donors if busy[donor] < self.width_of(donor)]
         if not free:
             return None
-        overdue = [] if self._waiting else [k for k, at in self._overdue_at().items() if at <= now]
+        is_wanted = self._looks_for_overdue()
+        overdue = [k for k, at in self._overdue_at().items() if at <= now] if is_wanted else []
         silent = frozenset(donor for donor in self.donors if self._is_silent(donor, now))
+        job = self._choose(free, busy, silent, overdue)
+        if job is not None:
+            self._waiting.pop(job.key, None)
+            self._under_way[job] = now
+            if not busy[job.donor]:
+                self._quiet_since[job.donor] = now
+        return job
+
+    def _choose(
+        self,
+        free: Sequence[NodeId],
+        busy: Counter[NodeId],
+        silent: frozenset[NodeId],
+        overdue: Sequence[Key],
+    ) -> Job[Key] | None:
+        """For the first piece that somebody can be asked for, the best of those who can."""
         for key in (*self._waiting, *overdue):
             untried = [d for d in self.donors if not self._is_tried(Job(key=key, donor=d))]
             # One that sends and is only busy is waited for, rather than to ask one that is silent.
@@ -152,13 +169,12 @@ class Schedule(Generic[Key]):
             if able:
                 # Holders before others, the idle before the busy, the preferred before the rest.
                 donor = min(able, key=lambda d: (d not in self._holders[key], busy[d]))
-                job = Job(key=key, donor=donor)
-                self._waiting.pop(key, None)
-                self._under_way[job] = now
-                if not busy[donor]:
-                    self._quiet_since[donor] = now
-                return job
+                return Job(key=key, donor=donor)
         return None
+
+    def _looks_for_overdue(self) -> bool:
+        """Whether more than one may be asked for a piece now."""
+        return not self._waiting
 
     def hear(self, donor: NodeId, now: float) -> None:
         """Some bytes of a donor have come."""
@@ -191,7 +207,7 @@ class Schedule(Generic[Key]):
     def seconds_until_overdue(self, now: float) -> float:
         """How long from now until `begin` may have more to give, if nothing else happens."""
         times = [self._silent_at(job.donor) for job in self._under_way]
-        if not self._waiting:
+        if self._looks_for_overdue():
             times += self._overdue_at().values()
         coming = [at - now for at in times if at > now]
         # Not so soon that a clock, rounding, wakes up before it over and over again.
@@ -262,16 +278,21 @@ class Schedule(Generic[Key]):
 async def fetch_pieces(
     schedule: Schedule[Key],
     fetch: Callable[[Key, NodeId, Callable[[], None]], Awaitable[Outcome]],
+    news: asyncio.Event | None = None,
 ) -> None:
     """Works a schedule off; returns when all has come, or when nobody is left who could supply it.
 
-    `fetch` calls its last argument whenever bytes come of the donor, and keeps what it got before it
-    returns. What it raises ends everything under way.
+    `news` says that donors have come, or have more to give. `fetch` calls its last argument whenever bytes
+    come of the donor, and keeps what it got before it returns. What it raises ends everything under way.
     """
     clock = asyncio.get_running_loop().time
     tasks: dict[Job[Key], asyncio.Future[Outcome]] = {}
+    told: asyncio.Future[Any] | None = None
     try:
         while True:
+            if news is not None and (told is None or told.done()):
+                news.clear()
+                told = asyncio.ensure_future(news.wait())
             for donor in schedule.fallen_silent(clock()):
                 log.info("a donor is silent", peer=donor, next_step="others are asked first")
             while (job := schedule.begin(clock())) is not None:
@@ -280,8 +301,9 @@ async def fetch_pieces(
             if not tasks:
                 return
             seconds = schedule.seconds_until_overdue(clock())
+            watched: list[asyncio.Future[Any]] = [*tasks.values()]
             await asyncio.wait(
-                tasks.values(),
+                watched if told is None else [*watched, told],
                 timeout=None if seconds == math.inf else seconds,
                 return_when=asyncio.FIRST_COMPLETED,
             )
@@ -291,7 +313,7 @@ async def fetch_pieces(
                 needless = schedule.end(job, task.result(), clock())
                 await cancelled([tasks.pop(other) for other in needless])
     finally:
-        await cancelled(tasks.values())
+        await cancelled([*tasks.values(), *([] if told is None else [told])])
 
 
 def _hear(schedule: Schedule[Key], donor: NodeId) -> None:
@@ -302,8 +324,9 @@ def _hear(schedule: Schedule[Key], donor: NodeId) -> None:
 class Donors:
     """Who can be asked for what this node lacks, and over what."""
 
+    node_id: NodeId  # ours
     transport: Transport
-    peers: Callable[[], tuple[NodeId, ...]]  # all members, those first that can be reached
+    peers: Callable[[], tuple[NodeId, ...]]  # all other members, those first that can be reached
     silences: Silences
     forgery: Callable[[PayloadHeader], str] = PayloadHeader.forgery
     process_of: Callable[[NodeId], int] = lambda node_id: 0

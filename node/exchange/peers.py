@@ -21,6 +21,7 @@ import structlog
 from protocol.trust.rulings import Address
 from protocol.wire.payload import (
     CHUNK,
+    CHUNK_MAP,
     CONTRIBUTION,
     MANIFEST,
     PIECE,
@@ -94,6 +95,14 @@ class WantChunk:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WantChunkMap:
+    """Asks which chunks of the outer state at a round a peer has, that fetches it too: a bit for each."""
+
+    round: int
+    outer_digest: Digest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WantTokens:
     """Asks for something of the run's tokens: their manifest, the map of a peer's pieces, or a piece.
 
@@ -114,7 +123,7 @@ class WantInput:
     digest: bytes  # of the body: of a contribution as ContributionDigest, of the error whole
 
 
-Want = WantResult | WantManifest | WantChunk | WantTokens | WantInput
+Want = WantResult | WantManifest | WantChunk | WantChunkMap | WantTokens | WantInput
 
 
 def do_nothing() -> None:
@@ -255,6 +264,8 @@ def _is_wanted(want: Want, header: PayloadHeader) -> bool:
             return want.includes(header.round)
         case WantChunk(round=round, digest=digest):
             return (header.round, header.body_digest) == (round, digest)
+        case WantChunkMap(round=round):
+            return header.round == round
         case WantTokens(kind=kind, digest=digest):
             return kind != PIECE or header.body_digest == digest
         case WantInput(contributor_id=contributor, digest=digest):
@@ -273,6 +284,8 @@ def kind_of(want: Want) -> "transfer_pb2.PayloadKind.ValueType":
             return MANIFEST
         case WantChunk():
             return CHUNK
+        case WantChunkMap():
+            return CHUNK_MAP
         case WantTokens(kind=kind):
             return kind
         case WantInput(contributor_id=contributor):
@@ -443,6 +456,8 @@ class Waits:
     """How long a snapshot may wait to be fetched until the swarm has agreed on its round's digest."""
     recruit_seconds: float = 15.0
     """How often more donors are looked for while there are too few."""
+    look_seconds: float = 2.0
+    """How often joiners ask each other which chunks they have: less than most chunks take over slow links."""
     distrust_seconds: float = 600.0
     """How long a donor that lied is not asked again. It may have been its memory that lied."""
 

@@ -45,6 +45,8 @@ class _PayloadKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PayloadKi
     """
     PAYLOAD_KIND_PIECE: _PayloadKind.ValueType  # 8
     """One piece of a file of the tokens."""
+    PAYLOAD_KIND_CHUNK_MAP: _PayloadKind.ValueType  # 9
+    """Which chunks of the outer state of one round a node has: bit i % 8 of byte i / 8 is chunk i."""
     PAYLOAD_KIND_REDUCER_ERROR: _PayloadKind.ValueType  # 20
     """What a reducer adds to a mean of what the encoding of its results has rounded away: fp32, little-endian."""
 
@@ -69,6 +71,8 @@ the order of their names.
 """
 PAYLOAD_KIND_PIECE: PayloadKind.ValueType  # 8
 """One piece of a file of the tokens."""
+PAYLOAD_KIND_CHUNK_MAP: PayloadKind.ValueType  # 9
+"""Which chunks of the outer state of one round a node has: bit i % 8 of byte i / 8 is chunk i."""
 PAYLOAD_KIND_REDUCER_ERROR: PayloadKind.ValueType  # 20
 """What a reducer adds to a mean of what the encoding of its results has rounded away: fp32, little-endian."""
 Global___PayloadKind: _TypeAlias = PayloadKind  # noqa: Y015
@@ -396,6 +400,34 @@ class WantChunk(_message.Message):
 Global___WantChunk: _TypeAlias = WantChunk  # noqa: Y015
 
 @_typing.final
+class WantChunkMap(_message.Message):
+    """Asks which chunks of a state a peer has that fetches it too. Who fetches it no more, or gives all of it,
+    does not hold such a map: that one is asked for the manifest.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROUND_FIELD_NUMBER: _builtins.int
+    OUTER_DIGEST_FIELD_NUMBER: _builtins.int
+    round: _builtins.int
+    """Round."""
+    outer_digest: _builtins.bytes
+    """Outer digest of the state, 32 bytes."""
+    def __init__(
+        self,
+        *,
+        round: _builtins.int = ...,
+        outer_digest: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["outer_digest", b"outer_digest", "round", b"round"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WantChunkMap: _TypeAlias = WantChunkMap  # noqa: Y015
+
+@_typing.final
 class WantTokens(_message.Message):
     """Asks for something of the run's tokens. Of private data nobody supplies anything."""
 
@@ -500,6 +532,7 @@ class TransferRequest(_message.Message):
     WANT_CHUNK_FIELD_NUMBER: _builtins.int
     STRIPE_FIELD_NUMBER: _builtins.int
     WANT_TOKENS_FIELD_NUMBER: _builtins.int
+    WANT_CHUNK_MAP_FIELD_NUMBER: _builtins.int
     WANT_INPUT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def offer(self) -> Global___Offer:
@@ -526,6 +559,10 @@ class TransferRequest(_message.Message):
         """To fetch something of the run's tokens."""
 
     @_builtins.property
+    def want_chunk_map(self) -> Global___WantChunkMap:
+        """To fetch the map of the chunks that a peer has of an outer state that it fetches, too."""
+
+    @_builtins.property
     def want_input(self) -> Global___WantInput:
         """To audit a reducer."""
 
@@ -538,13 +575,14 @@ class TransferRequest(_message.Message):
         want_chunk: Global___WantChunk | None = ...,
         stripe: Global___Stripe | None = ...,
         want_tokens: Global___WantTokens | None = ...,
+        want_chunk_map: Global___WantChunkMap | None = ...,
         want_input: Global___WantInput | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["offer", b"offer", "request", b"request", "stripe", b"stripe", "want_chunk", b"want_chunk", "want_input", b"want_input", "want_manifest", b"want_manifest", "want_result", b"want_result", "want_tokens", b"want_tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["offer", b"offer", "request", b"request", "stripe", b"stripe", "want_chunk", b"want_chunk", "want_chunk_map", b"want_chunk_map", "want_input", b"want_input", "want_manifest", b"want_manifest", "want_result", b"want_result", "want_tokens", b"want_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["offer", b"offer", "request", b"request", "stripe", b"stripe", "want_chunk", b"want_chunk", "want_input", b"want_input", "want_manifest", b"want_manifest", "want_result", b"want_result", "want_tokens", b"want_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["offer", b"offer", "request", b"request", "stripe", b"stripe", "want_chunk", b"want_chunk", "want_chunk_map", b"want_chunk_map", "want_input", b"want_input", "want_manifest", b"want_manifest", "want_result", b"want_result", "want_tokens", b"want_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_request: _TypeAlias = _typing.Literal["offer", "want_result", "want_manifest", "want_chunk", "stripe", "want_tokens", "want_input"]  # noqa: Y015
+    _WhichOneofReturnType_request: _TypeAlias = _typing.Literal["offer", "want_result", "want_manifest", "want_chunk", "stripe", "want_tokens", "want_chunk_map", "want_input"]  # noqa: Y015
     _WhichOneofArgType_request: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_request) -> _WhichOneofReturnType_request | None: ...
 

@@ -73,6 +73,7 @@ CHUNK = transfer_pb2.PAYLOAD_KIND_CHUNK
 TOKENS_MANIFEST = transfer_pb2.PAYLOAD_KIND_TOKENS_MANIFEST
 PIECE_MAP = transfer_pb2.PAYLOAD_KIND_PIECE_MAP
 PIECE = transfer_pb2.PAYLOAD_KIND_PIECE
+CHUNK_MAP = transfer_pb2.PAYLOAD_KIND_CHUNK_MAP
 REDUCER_ERROR = transfer_pb2.PAYLOAD_KIND_REDUCER_ERROR
 
 KIND_NAMES = {
@@ -80,6 +81,7 @@ KIND_NAMES = {
     RESULT: "result",
     MANIFEST: "manifest",
     CHUNK: "chunk",
+    CHUNK_MAP: "chunk map",
     TOKENS_MANIFEST: "manifest of tokens",
     PIECE_MAP: "piece map",
     PIECE: "piece of tokens",

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from node.exchange.state.chunks import CHUNK_BYTES
 from node.kept import kept_model
 from node.models.reading import digest_of_first, write_first
 from protocol.run.models import FIRST_WEIGHTS, Description, layout_of
@@ -68,6 +69,43 @@ def test_a_node_without_the_first_weights_fetches_them_from_the_one_that_has_the
     assert one.round == other.round == 2
     assert one.outer_digest == other.outer_digest
     assert "what this node owed is let go" not in without.log, "it never owed anything"
+
+
+def snapshot_bytes(swarm: Swarm, name: str) -> int:
+    """What a node has given of states, as it says."""
+    wire = swarm.nodes()[name].heartbeat.wire
+    return sum(count.sent_bytes for count in wire if count.kind == "snapshot")
+
+
+@pytest.mark.nightly
+def test_nodes_that_wait_for_the_first_weights_give_each_other_what_they_have_of_them(
+    tmp_path: Path,
+) -> None:
+    """The owner's uplink is slow, and the state is of some twenty chunks beside zeros."""
+    model = {"hidden_size": 512, "num_layers": 4, "num_heads": 8, "ffn_size": 1280, "context": 32}
+    run = {"name": "given", "rounds": 1, "min_nodes": 3}
+    swarm = Swarm(tmp_path / "swarm", tiny_text(run=run, model=model), complete=give_weights)
+    try:
+        invite = swarm.invite("--uses", "3")
+        for name in ("one", "other", "owner"):
+            swarm.join(name, invite)
+        waiting = [swarm.start_node(name) for name in ("one", "other")]
+        for node in waiting:
+            node.says("this one waits")
+        weights = ("--weights", str(swarm.home / FIRST_WEIGHTS))
+        swarm.start_node("owner", *weights, "--max-upload", "20mbit")
+        for node in waiting:
+            node.says("state fetched")
+        until(
+            lambda: min(snapshot_bytes(swarm, name) for name in ("one", "other")) > CHUNK_BYTES,
+            "chunks that each of them gave the other",
+        )
+        assert (
+            snapshot_bytes(swarm, "owner")
+            < 1.8 * 4 * load_run_file(swarm.home / "run.toml").num_parameters
+        )
+    finally:
+        swarm.end()
 
 
 def test_other_weights_than_the_runs_are_refused_with_both_digests(

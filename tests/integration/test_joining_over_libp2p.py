@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -12,8 +13,9 @@ import pytest
 from node.disk.snapshot_folder import OpenSnapshot, SnapshotFolder
 from node.disk.snapshots import Owed, Snapshot
 from node.exchange.fetching import Donors, Silences
-from node.exchange.peers import Waits, Want, WantChunk, WantManifest
-from node.exchange.state.chunks import CHUNK_BYTES, Donor, Manifest
+from node.exchange.peers import Waits, Want, WantChunk, WantChunkMap, WantManifest
+from node.exchange.state.chunks import CHUNK_BYTES, Manifest
+from node.exchange.state.donor import Donor
 from node.exchange.state.download import Download
 from node.exchange.transport.libp2p import Libp2pTransport
 from node.heavy import in_thread
@@ -32,10 +34,12 @@ class DonorDesk(Desk):
     """Serves a snapshot folder; counts chunks, and sees one go by."""
 
     def serve(self, node_id: NodeId, folder: SnapshotFolder) -> None:
-        async def open_state(want: WantManifest) -> OpenSnapshot:
-            return await in_thread(lambda: folder.open(ROUND))
+        async def open_state(want: WantManifest) -> OpenSnapshot | None:
+            return await in_thread(lambda: folder.open(ROUND)) if self.is_whole else None
 
-        self.num_given = 0
+        self.download: Download | None = None
+        self.is_whole = True
+        self.given: Counter[int] = Counter()
         self.has_given = asyncio.Event()
         self.donor = Donor(
             node_id=node_id,
@@ -44,16 +48,25 @@ class DonorDesk(Desk):
             num_elements=NUM_ELEMENTS,
             oldest_round=lambda: ROUND,
             open_state=open_state,
+            arriving=lambda: None if self.download is None else self.download.arriving,
             heavy=in_thread,
         )
 
     async def supply(self, sender: NodeId, want: Want) -> Payload | None:
         if isinstance(want, WantManifest):
             return await self.donor.manifest(want)
+        if isinstance(want, WantChunkMap):
+            return await self.donor.chunk_map(want)
         assert isinstance(want, WantChunk)
-        self.num_given += 1
-        self.has_given.set()
-        return await self.donor.chunk(want)
+        payload = await self.donor.chunk(want)
+        if payload is not None:
+            self.given[want.index] += 1
+            self.has_given.set()
+        return payload
+
+    @property
+    def num_given(self) -> int:
+        return self.given.total()
 
 
 class Scene:
@@ -80,21 +93,24 @@ class Scene:
             self.desks.append(desk)
         await introduce(*self.peers)
 
-    def download(self) -> Download:
-        donors = tuple(peer.node_id for peer in self.peers[1:])
-        return Download(
+    def download(self, place: int = 0) -> Download:
+        others = tuple(peer.node_id for n, peer in enumerate(self.peers) if n != place)
+        download = self.desks[place].download = Download(
             run_digest=RUN,
             layout_digest=LAYOUT,
             num_elements=NUM_ELEMENTS,
             heavy=in_thread,
             donors=Donors(
-                transport=self.transports[0],
-                peers=lambda: donors,
-                silences=Silences(self.transports[0].round_trip_seconds, Waits()),
+                node_id=self.peers[place].node_id,
+                transport=self.transports[place],
+                peers=lambda: others,
+                silences=Silences(self.transports[place].round_trip_seconds, Waits()),
             ),
-            folder=self._folder / "joiner",
+            folder=self._folder / f"joiner-{place}",
             say=lambda text: None,
         )
+        self.desks[place].is_whole = False
+        return download
 
     async def is_the_swarms(self, round: int, digest: Digest) -> bool:
         return (round, digest) == (ROUND, self.state.outer_digest())
@@ -158,3 +174,33 @@ async def test_a_donor_killed_in_the_middle_and_then_the_joiner_cost_no_correctn
     assert is_the_state(scene, found)
     again = scene.peers[0].counts.totals()["snapshot"][1] - before
     assert again < 8 * NUM_ELEMENTS - 2 * CHUNK_BYTES
+
+
+async def test_all_joiners_end_though_the_holder_leaves_after_it_gave_each_chunk_once(
+    scene: Scene,
+) -> None:
+    """Joiners 0, 1 and 2, and the holder, whose process is killed."""
+    await scene.start(3)
+    holder, joiners = scene.desks[3], range(3)
+    downloads = [scene.download(place) for place in joiners]
+
+    async def joined(place: int) -> Snapshot:
+        while True:
+            found = await downloads[place].fetch(1, scene.is_the_swarms)
+            if found is not None:
+                return found
+            await asyncio.sleep(0.2)
+
+    def has_all(places: range) -> bool:
+        arriving = [downloads[place].arriving for place in places]
+        lacking = [set(range(NUM_CHUNKS)) if a is None else a.missing.copy() for a in arriving]
+        return not set.intersection(*lacking)
+
+    joining = [asyncio.create_task(joined(place)) for place in joiners]
+    async with asyncio.timeout(120):
+        while not has_all(joiners):  # noqa: ASYNC110 (between them, over real sockets)
+            await asyncio.sleep(0.005)
+        scene.kill(3)
+        assert all(is_the_state(scene, found) for found in await asyncio.gather(*joining))
+    assert set(holder.given) == set(range(NUM_CHUNKS))
+    assert all(desk.num_given > 0 for desk in scene.desks[:3]), "each gave others what it had"

@@ -15,6 +15,7 @@ from node.exchange.peers import (
     Transport,
     Want,
     WantChunk,
+    WantChunkMap,
     WantManifest,
     WantTokens,
 )
@@ -22,6 +23,7 @@ from node.exchange.transport.libp2p import Libp2pTransport
 from protocol.trust.identity import Identity
 from protocol.wire.payload import (
     CHUNK,
+    CHUNK_MAP,
     CONTRIBUTION,
     MANIFEST,
     PIECE,
@@ -230,6 +232,16 @@ async def test_a_chunk_is_fetched_by_its_round_and_digest(swarm: Swarm) -> None:
         with pytest.raises(FalseAnswerError, match="offered a chunk of round 7"):
             await fetch(one, other, wrong)
     assert one.counts.totals()["snapshot"][1] - before < BIG / 2  # no body was read
+
+
+async def test_a_chunk_map_is_fetched_by_its_round(swarm: Swarm) -> None:
+    one, other = await swarm.pair()
+    other.desk.held = make_payload(CHUNK_MAP, round=7)
+    wanted = WantChunkMap(round=7, outer_digest=other.desk.held.digest)
+    assert await fetch(one, other, wanted) == other.desk.held
+    assert other.desk.wanted == [wanted]
+    with pytest.raises(FalseAnswerError, match="offered a chunk map of round 7"):
+        await fetch(one, other, WantChunkMap(round=8, outer_digest=wanted.outer_digest))
 
 
 async def test_what_a_peer_does_not_hold_is_said_so(swarm: Swarm) -> None:

@@ -19,15 +19,18 @@ from node.exchange.peers import (
     Waits,
     Want,
     WantChunk,
+    WantChunkMap,
     WantManifest,
     do_nothing,
 )
 from node.exchange.state import chunks
-from node.exchange.state.chunks import Donor, Manifest
+from node.exchange.state.chunks import Arriving, Manifest
+from node.exchange.state.donor import Donor
 from node.exchange.state.download import Download
 from node.heavy import in_place
 from protocol.wire.payload import Payload, PayloadHeader, WireCounts
 from protocol.wire.rounds import Digest, NodeId, PeerAddress, RosterEntry
+from protocol.wire.vitals import LinkState
 
 RUN, LAYOUT = Digest(bytes(range(32))), Digest(bytes(range(32, 64)))
 NUM_ELEMENTS = 1000
@@ -53,9 +56,9 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     cut_small(monkeypatch)
 
 
-def state_at(round: int, *, seed: int | None = None) -> Snapshot:
+def state_at(round: int, *, seed: int | None = None, num_elements: int = NUM_ELEMENTS) -> Snapshot:
     rng = np.random.default_rng(round if seed is None else seed)
-    vectors = rng.standard_normal((2, NUM_ELEMENTS)).astype(np.float32)
+    vectors = rng.standard_normal((2, num_elements)).astype(np.float32)
     return Snapshot(
         round=round,
         run_digest=RUN,
@@ -69,7 +72,7 @@ def manifest_of(state: Snapshot) -> Manifest:
     return Manifest.of(
         state.read,
         round=state.round,
-        num_elements=NUM_ELEMENTS,
+        num_elements=len(state.parameters),
         run_digest=RUN,
         layout_digest=LAYOUT,
     )
@@ -86,7 +89,14 @@ def changed(payload: Payload, body: bytes, **changes: object) -> Payload:
 class DonorNode:
     """Serves the newest of its states. `misbehave` may stand between it and who asks."""
 
-    def __init__(self, network: MemoryNetwork, node_id: NodeId, *states: Snapshot) -> None:
+    def __init__(
+        self,
+        network: MemoryNetwork,
+        node_id: NodeId,
+        *states: Snapshot,
+        num_elements: int = 0,
+        arriving: Callable[[], Arriving | None] = lambda: None,
+    ) -> None:
         self.node_id = node_id
         self.states = list(states)
         self.given: Counter[int] = Counter()  # chunk -> times
@@ -97,9 +107,10 @@ class DonorNode:
             node_id=node_id,
             run_digest=RUN,
             layout_digest=LAYOUT,
-            num_elements=NUM_ELEMENTS,
-            oldest_round=lambda: max(state.round for state in self.states) - ROUNDS_BEHIND,
+            num_elements=num_elements or NUM_ELEMENTS,
+            oldest_round=lambda: max((s.round for s in self.states), default=0) - ROUNDS_BEHIND,
             open_state=self._open,
+            arriving=arriving,
             heavy=in_place,
         )
 
@@ -115,6 +126,8 @@ class DonorNode:
                 payload = await self.donor.chunk(want)
                 self.given[want.index] += payload is not None
                 return payload
+            case WantChunkMap():
+                return await self.donor.chunk_map(want)
             case _:
                 return None
 
@@ -214,6 +227,7 @@ class DownloadScene:
             num_elements=NUM_ELEMENTS,
             heavy=in_place,
             donors=Donors(
+                node_id=JOINER,
                 transport=_Watched(self),
                 peers=lambda: tuple(self.donors),
                 silences=Silences(self.transport.round_trip_seconds, Waits()),
@@ -269,6 +283,9 @@ class _Watched:
             )
         finally:
             under_way[peer] -= counted
+
+    def seen(self) -> LinkState:
+        return self._scene.transport.seen()
 
     def __getattr__(self, name: str) -> Any:
         raise AssertionError(f"a download only fetches, it does not use {name}")

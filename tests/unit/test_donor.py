@@ -3,24 +3,24 @@
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from lab.simulation.memory_transport import MemoryNetwork
 from node.disk.snapshots import Snapshot
-from node.exchange.peers import WantChunk, WantManifest
-from node.exchange.state.chunks import (
-    COPY_KEPT_SECONDS,
-    COPY_LONGEST_SECONDS,
-    MOST_COPIES,
-    Manifest,
-)
-from protocol.wire.payload import CHUNK, MANIFEST, Payload
+from node.exchange.peers import WantChunk, WantChunkMap, WantManifest
+from node.exchange.state.chunks import Arrivals, Arriving, Manifest, read_map
+from node.exchange.state.donor import COPY_KEPT_SECONDS, COPY_LONGEST_SECONDS, MOST_COPIES
+from protocol.wire.payload import CHUNK, CHUNK_MAP, MANIFEST, Payload
 from protocol.wire.rounds import Digest, NodeId
 from tests.unit.download_scene import (
     CHUNK_BYTES,
+    LAYOUT,
+    NUM_CHUNKS,
     NUM_ELEMENTS,
     ROUNDS_BEHIND,
+    RUN,
     DonorNode,
     manifest_of,
     small_chunks,
@@ -166,3 +166,106 @@ async def test_a_donor_that_stops_leaves_no_timer() -> None:
     node.donor.drop()
     assert node.donor._timer is None
     assert await node.first_chunk(7) is None
+
+
+# What has come of a state that is on its way here
+
+
+class Fetching(DonorNode):
+    """Has some chunks of round 7, and no state of its own."""
+
+    def __init__(self, *chunks: int, folder: Path | None = None) -> None:
+        self.arrivals = Arrivals(folder, run_digest=RUN, layout_digest=LAYOUT)
+        super().__init__(
+            MemoryNetwork(), NodeId("fetching"), arriving=lambda: self.arrivals.current
+        )
+        self.manifest = manifest_of(state_at(7))
+        arriving = self.arrivals.begin(self.manifest)
+        for index in chunks:
+            arriving.put(index, state_at(7).read(*self.manifest.span(index)))
+
+    @property
+    def arriving(self) -> Arriving:
+        assert self.arrivals.current is not None
+        return self.arrivals.current
+
+    async def chunk(self, index: int, *, round: int = 7) -> Payload | None:
+        digest = self.manifest.chunk_digests[index]
+        return await self.donor.chunk(WantChunk(round=round, index=index, digest=digest))
+
+    async def chunk_map(self, *, round: int = 7, digest: Digest | None = None) -> set[int] | None:
+        want = WantChunkMap(round=round, outer_digest=digest or self.manifest.outer_digest)
+        payload = await self.donor.chunk_map(want)
+        if payload is None:
+            return None
+        assert (payload.header.kind, payload.header.round) == (CHUNK_MAP, round)
+        return set(read_map(payload.body, NUM_CHUNKS).nonzero()[0].tolist())
+
+
+@pytest.mark.parametrize("on_disk", [True, False])
+@in_virtual_time
+async def test_what_has_come_of_a_state_is_given_on_and_nothing_else(
+    tmp_path: Path, on_disk: bool
+) -> None:
+    node = Fetching(2, 9, folder=tmp_path if on_disk else None)
+    assert await node.chunk_map() == {2, 9}
+    for index in range(NUM_CHUNKS):
+        payload = await node.chunk(index)
+        if index in {2, 9}:
+            assert payload is not None
+            assert payload.body == state_at(7).read(*node.manifest.span(index))
+            assert (payload.header.kind, payload.header.slice_index) == (CHUNK, index)
+        else:
+            assert payload is None, "what has not come are zeros"
+    assert await node.chunk(2, round=8) is None
+    assert await node.donor.manifest(WantManifest(oldest_round=0)) is None
+
+
+def damage(folder: Path, *, at: int) -> None:
+    (path,) = folder.glob("*.arriving")
+    with path.open("r+b") as file:
+        file.seek(at)
+        file.write(bytes(8))
+
+
+@in_virtual_time
+async def test_what_was_damaged_after_it_came_is_not_given_on(tmp_path: Path) -> None:
+    node = Fetching(2, 9, folder=tmp_path)
+    damage(tmp_path, at=node.manifest.span(2)[0])
+    assert await node.chunk(2) is None
+    assert await node.chunk(9) is not None
+
+
+@in_virtual_time
+async def test_what_was_let_go_meanwhile_is_not_held(tmp_path: Path) -> None:
+    node = Fetching(2, folder=tmp_path)
+    arriving = node.arriving
+    node.arrivals.discard()
+    assert await node.chunk(2) is None
+    assert await node.chunk_map() is None
+    assert arriving.get(2) is None
+
+
+@in_virtual_time
+async def test_a_map_is_of_the_state_that_is_asked_for() -> None:
+    node = Fetching(2)
+    assert await node.chunk_map(round=8) is None
+    assert await node.chunk_map(digest=Digest(bytes(32))) is None
+
+
+@in_virtual_time
+async def test_who_serves_a_state_has_all_of_it_and_opens_none_for_the_question() -> None:
+    node = Opened(state_at(7))
+    want = WantChunkMap(round=7, outer_digest=state_at(7).outer_digest())
+    assert await node.donor.chunk_map(want) is None
+    assert node.num_opened == 0
+    await node.round_for(7)
+    payload = await node.donor.chunk_map(want)
+    assert payload is not None
+    assert read_map(payload.body, NUM_CHUNKS).all()
+
+
+def test_what_a_map_does_not_reach_is_not_held() -> None:
+    assert not read_map(b"", NUM_CHUNKS).any()
+    assert read_map(b"\xff", NUM_CHUNKS).nonzero()[0].tolist() == list(range(8))
+    assert read_map(b"\xff" * 99, NUM_CHUNKS).size == NUM_CHUNKS

@@ -16,9 +16,10 @@ from node.exchange.peers import (
     Waits,
     Want,
     WantChunk,
+    WantChunkMap,
     WantManifest,
 )
-from node.exchange.state.chunks import COPY_KEPT_SECONDS
+from node.exchange.state.donor import COPY_KEPT_SECONDS
 from node.exchange.state.download import MOST_ASKED
 from protocol.wire.payload import Payload
 from tests.unit.download_scene import (
@@ -71,9 +72,10 @@ async def test_all_donors_give_chunks_and_each_chunk_comes_once() -> None:
     assert scene.chunks_given() == dict.fromkeys(range(NUM_CHUNKS), 1)
     shares = [donor.given.total() for donor in donors_of(scene)]
     assert shares == [5, 5, 5, 5, 0]  # four are enough; the fifth is not even asked
-    assert not scene.donors["e"].asked  # type: ignore[index]
-    assert scene.said[0] == "8.0 kB of 8.0 kB of the state at round 7"
-    assert scene.said[-1] == "4.8 kB of 8.0 kB of the state at round 7, about 0.2 s"
+    (fifth,) = scene.donors["e"].asked  # type: ignore[index]
+    assert isinstance(fifth, WantChunkMap), "it is asked only whether it fetches the state too"
+    assert scene.said[0] == "8.0 kB of 8.0 kB of the state at round 7 from 4 nodes"
+    assert scene.said[-1] == "4.8 kB of 8.0 kB of the state at round 7 from 4 nodes, about 0.2 s"
 
 
 @in_virtual_time
@@ -201,7 +203,7 @@ async def test_a_momentum_that_nothing_has_moved_is_not_fetched(
     await scene.add("a", first)
     assert_is(await scene.fetch(await scene.joiner(), oldest_round=0), first)
     assert scene.chunks_given() == dict.fromkeys(range(NUM_CHUNKS // 2), 1)
-    assert scene.said[0] == "4.0 kB of 4.0 kB of the state at round 0"
+    assert scene.said[0] == "4.0 kB of 4.0 kB of the state at round 0 from 1 node"
 
 
 @in_virtual_time

@@ -26,6 +26,7 @@ from node.exchange.codecs.codec import CodecError
 from node.exchange.fetching import Donors, fetch_results
 from node.exchange.outer import NotApplicableError, Position
 from node.exchange.peers import Patience, WantResult
+from node.exchange.state.chunks import Arriving
 from node.exchange.state.download import Download
 from node.exchange.state.sources import Listed, OwnStates, StateHere, is_same
 from protocol.wire.messages import Report
@@ -86,6 +87,11 @@ class CatchUp:
             folder=None if here.disk is None else here.disk.path,
             say=self._say,
         )
+
+    @property
+    def arriving(self) -> Arriving | None:
+        """The state that is on its way here, as far as it has come."""
+        return self._download.arriving
 
     async def to_commit(self, commit: Commit) -> None:
         """Reaches the commit's round or a later one."""

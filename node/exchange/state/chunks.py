@@ -1,4 +1,4 @@
-"""An outer state as it travels, chunk by chunk: its manifest, what has come of one, and what is given.
+"""An outer state as it travels, chunk by chunk: its manifest, and what has come of one.
 
 The state's bytes are those that its outer digest covers: the global parameters, then the momentum,
 as little-endian fp32. Its chunks are the pieces whose digests the outer digest is made of, so a manifest
@@ -16,18 +16,14 @@ which each chunk is written once it is checked, and behind that the manifest wit
 64 bits, little-endian). Which chunks have come is not written down: after a restart all of it is checked
 against the manifest again, so whatever a crash left half written is simply missing.
 
-Whole rounds are served. Joiners need one round for as long as their download takes, while this node goes on
-to others. So what is served is a copy: the node's own snapshot file, which stays readable while it is open,
-also once the folder has newer ones. It costs no memory, and the outer state is neither locked nor copied. A
-node without a folder copies its state into memory, once for all who fetch it.
+What has come is given on (donor.py). It is read from where it lies and digested once more: only bytes that
+are the manifest's chunk leave this node, whatever its disk or its bookkeeping says.
 """
 
-import asyncio
 import os
 import struct
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -37,14 +33,10 @@ import numpy.typing as npt
 
 from node.disk.round_folder import RoundFolder
 from node.disk.snapshots import Snapshot
-from node.exchange.giving import log
-from node.exchange.peers import WantChunk, WantManifest
-from node.heavy import Heavy
 from node.outer_state import PIECE_ELEMENTS, digest_of_pieces
 from protocol.errors import AtollError
 from protocol.files.durable import refusing, remove_durably
-from protocol.wire.payload import CHUNK, MANIFEST, Payload
-from protocol.wire.rounds import Digest, NodeId
+from protocol.wire.rounds import Digest
 from protocol.wire.versions import MANIFEST_MAGIC as MAGIC
 
 HEADER = struct.Struct("<8sQQQ32s32s32s")
@@ -89,6 +81,14 @@ class Manifest:
     def state_bytes(self) -> int:
         """Size of the state."""
         return 2 * ELEMENT_BYTES * self.num_elements
+
+    def is_of(self, round: int, outer_digest: Digest) -> bool:
+        """Whether it is of this state."""
+        return (self.round, self.outer_digest) == (round, outer_digest)
+
+    def has_chunk(self, index: int, digest: Digest) -> bool:
+        """Whether the chunk at this place has this digest."""
+        return digest in self.chunk_digests[index:][:1]
 
     def span(self, index: int) -> tuple[int, int]:
         """Where a chunk begins and ends in the state's bytes."""
@@ -201,6 +201,20 @@ class Arriving:
         self._place.write(self.manifest.span(index)[0], chunk)
         self.missing.discard(index)
 
+    def get(self, index: int) -> bytes | None:
+        """A chunk that has come; None where it has not, or was damaged or let go since."""
+        if index in self.missing:
+            return None
+        try:
+            chunk = self._place.read(*self.manifest.span(index))
+        except AtollError:
+            return None  # another state, or none, has taken its place
+        return chunk if _digest_of(chunk) == self.manifest.chunk_digests[index] else None
+
+    def chunk_map(self) -> bytes:
+        """What has come, as `map_of` writes it."""
+        return map_of(len(self.manifest.chunk_digests), self.missing.copy())
+
     def check(self) -> None:
         """Finds out anew what is missing, from what is really there."""
         self.missing = {
@@ -222,6 +236,22 @@ class Arriving:
             momentum=vectors[manifest.num_elements :],
         )
         return snapshot if snapshot.outer_digest() == manifest.outer_digest else None
+
+
+def map_of(num_chunks: int, missing: set[int]) -> bytes:
+    """A bit for each chunk that is not missing: bit i % 8 of byte i / 8 is chunk i."""
+    has = np.ones(num_chunks, dtype=np.bool_)
+    has[list(missing)] = False
+    return np.packbits(has, bitorder="little").tobytes()
+
+
+def read_map(body: bytes, num_chunks: int) -> npt.NDArray[np.bool_]:
+    """Whether each chunk is in a map; what the map does not reach is not."""
+    whole = body.ljust(
+        -(-num_chunks // 8), b"\0"
+    )  # of too few bytes numpy's last bits are anything
+    bits = np.unpackbits(np.frombuffer(whole, dtype=np.uint8), count=num_chunks, bitorder="little")
+    return bits.astype(np.bool_)
 
 
 class Arrivals:
@@ -339,176 +369,3 @@ class _OnDisk:
         manifest = self.manifest()
         assert manifest is not None, "it was written when this began"
         return np.memmap(self._path, dtype=np.uint8, mode="r", shape=(manifest.state_bytes,))
-
-
-# What is given
-
-MOST_COPIES = 2
-"""One that is being fetched, and a newer one for who comes later."""
-
-COPY_KEPT_SECONDS = 60.0
-"""A copy is kept for at least so long after the last request for it, and at most twice as long:
-joiners that break off come back."""
-
-COPY_LONGEST_SECONDS = 3600.0
-"""From then on a newer one may take a copy's place although somebody fetches it still."""
-
-
-class ServedState(Protocol):
-    """The outer state of one round, which does not change: node.disk.snapshots has two."""
-
-    @property
-    def round(self) -> int:
-        """Its round."""
-
-    def outer_digest(self) -> Digest:
-        """What its digest ought to be. Heavy."""
-
-    def read(self, start: int, stop: int) -> bytes:
-        """Some of its bytes: the parameters', then the momentum's. Heavy."""
-
-
-@dataclass(slots=True, kw_only=True)
-class _Copy:
-    state: ServedState
-    manifest: Manifest
-    since: float
-    asked_at: float
-
-
-class Donor:
-    """Answers requests for manifests and chunks.
-
-    `open_state` gives the newest state of a range of rounds, or None when there is none now;
-    who begins to fetch a copy of a round before `oldest_round` may find no results to replay after it.
-    """
-
-    def __init__(
-        self,
-        *,
-        node_id: NodeId,
-        run_digest: Digest,
-        layout_digest: Digest,
-        num_elements: int,
-        oldest_round: Callable[[], int],
-        open_state: Callable[[WantManifest], Awaitable[ServedState | None]],
-        heavy: Heavy,
-    ) -> None:
-        self._run_digest = run_digest
-        self._layout_digest = layout_digest
-        self._num_elements = num_elements
-        self._oldest_round = oldest_round
-        self._open_state = open_state
-        self._heavy = heavy
-        self._seal = partial(
-            Payload.seal,
-            run_digest=run_digest,
-            fragment=0,
-            codec="fp32/1",
-            tokens=0,
-            sender_id=node_id,
-        )
-        self._copies: dict[int, _Copy] = {}  # by round
-        self._opening = asyncio.Lock()  # whoever asks at the same time gets the same copy
-        self._timer: asyncio.TimerHandle | None = None
-
-    async def manifest(self, want: WantManifest) -> Payload | None:
-        """The manifest of what is served, or is served from now on; None when neither."""
-        async with self._opening:
-            copy = self._suiting(want) or await self._opened(want)
-        if copy is None:
-            return None
-        self._note_request(copy)
-        manifest = copy.manifest
-        return self._seal(
-            kind=MANIFEST,
-            round=manifest.round,
-            slice_index=0,
-            start=0,
-            num_elements=self._num_elements,
-            body=manifest.to_body(),
-        )
-
-    async def chunk(self, want: WantChunk) -> Payload | None:
-        """A chunk of a state that is served, or None when it is not that of this round."""
-        copy = self._copies.get(want.round)
-        if copy is None or want.digest not in copy.manifest.chunk_digests[want.index :][:1]:
-            return None
-        self._note_request(copy)
-        return await self._heavy(partial(self._sealed_chunk, copy, want.index))
-
-    def drop(self) -> None:
-        """Serves nothing any more, until somebody asks for a manifest."""
-        self._copies.clear()
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-    def _suiting(self, want: WantManifest) -> _Copy | None:
-        """The newest copy that is asked for. By its very round one may be had however old it is."""
-        oldest = self._oldest_round()
-        rounds = [
-            round
-            for round in self._copies
-            if want.includes(round) and (round >= oldest or want.newest_round == round)
-        ]
-        return self._copies[max(rounds)] if rounds else None
-
-    async def _opened(self, want: WantManifest) -> _Copy | None:
-        """A new copy, if there is a place for one and the node has what is asked for."""
-        now = asyncio.get_running_loop().time
-        oldest = min(self._copies, default=None)
-        if len(self._copies) < MOST_COPIES:
-            oldest = None
-        if oldest is not None and now() - self._copies[oldest].since < COPY_LONGEST_SECONDS:
-            return None
-        state = await self._open_state(want)
-        if state is None:
-            return None
-        manifest = await self._heavy(partial(self._manifest_of, state))
-        if manifest is None:
-            log.warning("a snapshot to be served is damaged", round=state.round)
-            return None
-        if oldest is not None:
-            self._copies.pop(oldest, None)
-        log.info("serving a state", round=state.round, chunks=len(manifest.chunk_digests))
-        copy = _Copy(state=state, manifest=manifest, since=now(), asked_at=now())
-        self._copies[state.round] = copy
-        return copy
-
-    def _manifest_of(self, state: ServedState) -> Manifest | None:
-        manifest = Manifest.of(
-            state.read,
-            round=state.round,
-            num_elements=self._num_elements,
-            run_digest=self._run_digest,
-            layout_digest=self._layout_digest,
-        )
-        return manifest if manifest.outer_digest == state.outer_digest() else None
-
-    def _sealed_chunk(self, copy: _Copy, index: int) -> Payload:
-        start, stop = copy.manifest.span(index)
-        return self._seal(
-            kind=CHUNK,
-            round=copy.manifest.round,
-            slice_index=index,
-            start=start // ELEMENT_BYTES,
-            num_elements=(stop - start) // ELEMENT_BYTES,
-            body=copy.state.read(start, stop),
-        )
-
-    def _note_request(self, copy: _Copy) -> None:
-        loop = asyncio.get_running_loop()
-        copy.asked_at = loop.time()
-        if self._timer is None:
-            self._timer = loop.call_later(COPY_KEPT_SECONDS, self._drop_idle)
-
-    def _drop_idle(self) -> None:
-        loop = asyncio.get_running_loop()
-        self._timer = None
-        for round, copy in list(self._copies.items()):
-            if loop.time() - copy.asked_at >= COPY_KEPT_SECONDS:
-                log.info("no longer serving a state, nobody asks for it", round=round)
-                del self._copies[round]
-        if self._copies:
-            self._timer = loop.call_later(COPY_KEPT_SECONDS, self._drop_idle)

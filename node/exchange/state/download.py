@@ -4,6 +4,10 @@ A manifest proves that its chunks make the state whose outer digest it names, an
 digest is the swarm's. Of several states the one that most donors give is taken. Each chunk is checked on
 arrival, and whoever gave something false is not asked for a while. So a donor that lies or dies costs time,
 never correctness.
+
+Others may fetch the same state. They are asked which chunks they have, again and again, and for those
+(spreading.py); they ask this node as well, which gives what it has (donor.py). What has begun to come goes on
+between them also when nobody is left who holds all of it.
 """
 
 import asyncio
@@ -15,10 +19,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import structlog
 
 from node.disk.snapshots import Snapshot
-from node.exchange.fetching import Donors, Outcome, Schedule, fetch_pieces
+from node.exchange.fetching import Donors, Outcome, fetch_pieces
 from node.exchange.peers import (
     FalseAnswerError,
     NotHeldError,
@@ -26,10 +31,12 @@ from node.exchange.peers import (
     TransferRefusedError,
     Want,
     WantChunk,
+    WantChunkMap,
     WantManifest,
     do_nothing,
 )
-from node.exchange.state.chunks import Arrivals, Arriving, Manifest, ManifestError
+from node.exchange.state.chunks import Arrivals, Arriving, Manifest, ManifestError, read_map
+from node.exchange.state.spreading import MOST_OTHERS, ChunkMap, Spreading
 from node.heavy import Heavy, cancelled
 from protocol.terminal.console import bytes_in_words, seconds_in_words
 from protocol.wire.payload import Payload
@@ -42,6 +49,15 @@ ENOUGH_DONORS = 4
 
 MOST_ASKED = 4 * ENOUGH_DONORS
 """For a manifest at once, silent ones included: each reads its whole state to answer."""
+
+LOOKED_AT_BESIDE = 4
+"""So many peers at least that are not known to fetch the state are asked for a map each time."""
+
+MAP_SECONDS = 5.0
+"""A map is a few hundred bytes, behind what else its sender sends."""
+
+FINISHING_SECONDS = 60.0
+"""A peer that has all of a state takes it over, and writes it, before it gives all of it."""
 
 IsTheSwarms = Callable[[int, Digest], Awaitable[bool]]
 """Whether the outer state of a round has this digest. May wait until the swarm has agreed on it."""
@@ -71,17 +87,22 @@ class _Asked:
 class _Progress:
     """How much of a state has yet to come, and how long that takes if it goes on as so far."""
 
-    def __init__(self, arriving: Arriving, *, began_at: float) -> None:
+    def __init__(self, arriving: Arriving, spreading: Spreading, *, began_at: float) -> None:
         self._arriving = arriving
+        self._spreading = spreading
         self._at_first = len(arriving.missing)
         self._began_at = began_at
 
     def in_words(self, now: float) -> str:
-        """What the node waits for."""
+        """What the node waits for, and of how many."""
         manifest, num_missing = self._arriving.manifest, len(self._arriving.missing)
         each = manifest.state_bytes / len(manifest.chunk_digests)
         missing, whole = (bytes_in_words(num * each) for num in (num_missing, self._at_first))
         words = f"{missing} of {whole} of the state at round {manifest.round}"
+        num_asked = self._spreading.num_asked
+        if not num_asked:
+            return f"{words}, which nobody who is here has now"
+        words += f" from {num_asked} {'node' if num_asked == 1 else 'nodes'}"
         num_come = self._at_first - num_missing
         if not num_come:
             return words
@@ -116,6 +137,14 @@ class Download:
         self._arrivals = Arrivals(folder, run_digest=run_digest, layout_digest=layout_digest)
         self._distrusted_until: dict[NodeId, float] = {}
         self._failed: set[NodeId] = set()  # gave no chunk when last asked for one
+        self._looked_at: dict[NodeId, float] = {}  # when peers were asked what they have of a state
+        self._finishing: dict[NodeId, float] = {}
+        """Peers that fetched it until now, and until when they are asked whether they give all of it."""
+
+    @property
+    def arriving(self) -> Arriving | None:
+        """What has come, all of it checked; others get it from here."""
+        return self._arrivals.current
 
     async def fetch(self, oldest_round: int, is_the_swarms: IsTheSwarms) -> Snapshot | None:
         """The swarm's state at this round or a later one; None when nobody supplies it now.
@@ -145,8 +174,10 @@ class Download:
         self, oldest_round: int, is_the_swarms: IsTheSwarms
     ) -> Candidate | None:
         """What to fetch: what has begun to come, if that is still served, or what most donors give."""
-        begun = None if self._arrivals.current is None else self._arrivals.current.manifest
-        if begun is not None and begun.round >= oldest_round:
+        arriving = self._arrivals.current
+        begun = None if arriving is None else arriving.manifest
+        others: dict[NodeId, ChunkMap] = {}  # who have something of it that we lack
+        if arriving is not None and begun is not None and begun.round >= oldest_round:
             want = WantManifest(oldest_round=begun.round, newest_round=begun.round)
             candidates = await self._candidates(want)
             best = max((self._num_willing(candidate) for candidate in candidates), default=0)
@@ -154,6 +185,12 @@ class Download:
                 is_begun = candidate.manifest == begun and self._num_willing(candidate) == best > 0
                 if is_begun and await is_the_swarms(begun.round, begun.outer_digest):
                     return candidate
+            others = await self._others_with(arriving)
+            if others and not await is_the_swarms(begun.round, begun.outer_digest):
+                others = {}
+            willing = [others[peer] for peer in others if peer not in self._failed]
+            if willing and np.logical_or.reduce(willing)[list(arriving.missing)].all():
+                return Candidate(manifest=begun, donors=[])
         candidates = await self._candidates(WantManifest(oldest_round=oldest_round))
         candidates.sort(key=lambda c: (self._num_willing(c), c.manifest == begun, c.manifest.round))
         for candidate in reversed(candidates):
@@ -166,6 +203,8 @@ class Download:
                     round=manifest.round,
                     peers=", ".join(candidate.donors),
                 )
+        if begun is not None and others:  # nobody is here who has all of any state
+            return Candidate(manifest=begun, donors=[])
         return None
 
     def _num_willing(self, candidate: Candidate) -> int:
@@ -248,20 +287,41 @@ class Download:
             of=len(manifest.chunk_digests),
             donors=len(donors),
         )
-        schedule = Schedule(
-            dict.fromkeys(sorted(arriving.missing), ()), donors, self._donors.silences
+        spreading = Spreading(
+            arriving.missing,
+            donors,
+            self._donors.silences,
+            node_id=self._donors.node_id,
+            num_chunks=len(manifest.chunk_digests),
+            outer_digest=manifest.outer_digest,
         )
-        recruiting = asyncio.create_task(self._recruit(schedule, manifest))
-        progress = _Progress(arriving, began_at=asyncio.get_running_loop().time())
+        clock = asyncio.get_running_loop().time
+        progress = _Progress(arriving, spreading, began_at=clock())
+        if not donors:
+            await self._look(spreading, manifest)
+        news = asyncio.Event()
+        beside = [
+            asyncio.create_task(self._look_on(spreading, manifest, news)),
+            asyncio.create_task(self._recruit(spreading, manifest, news)),
+        ]
+        came_at, num_missing = clock(), len(arriving.missing)
         try:
-            await fetch_pieces(schedule, partial(self._fetch_chunk, arriving, progress))
+            while True:
+                await fetch_pieces(spreading, partial(self._fetch_chunk, arriving, progress), news)
+                if len(arriving.missing) < num_missing:
+                    came_at, num_missing = clock(), len(arriving.missing)
+                is_over = clock() - came_at > self._donors.waits.recruit_seconds
+                if not num_missing or not spreading.others or is_over:
+                    return
+                self._say(progress.in_words(clock()))
+                await news.wait()
         finally:
-            await cancelled([recruiting])
+            await cancelled(beside)
 
     async def _fetch_chunk(
         self,
         arriving: Arriving,
-        progress: "_Progress",
+        progress: _Progress,
         index: int,
         donor: NodeId,
         heard: Callable[[], None],
@@ -275,6 +335,7 @@ class Download:
             payload = await self._payload(donor, want, stop - start, heard)
         except NotHeldError:
             log.info("a donor has gone on to another state", peer=donor, round=manifest.round)
+            self._note_finishing(donor)
             return Outcome.OUT
         except TransferRefusedError:
             return Outcome.REFUSED
@@ -285,16 +346,92 @@ class Download:
         await self._heavy(partial(arriving.put, index, payload.body))
         return Outcome.ARRIVED
 
-    async def _recruit(self, schedule: Schedule[int], manifest: Manifest) -> None:
-        """Looks for more donors of the same state, those that were out included."""
+    async def _recruit(self, spreading: Spreading, manifest: Manifest, news: asyncio.Event) -> None:
+        """Looks for more donors of the same state, those that were out included.
+
+        Peers that fetched it until now are asked sooner, and however many give it already.
+        """
+        clock, waits = asyncio.get_running_loop().time, self._donors.waits
         want = WantManifest(oldest_round=manifest.round, newest_round=manifest.round)
+        due_at = clock() + waits.recruit_seconds
         while True:
-            await asyncio.sleep(self._donors.waits.recruit_seconds)
+            await asyncio.sleep(waits.look_seconds)
+            is_due = clock() >= due_at
+            if is_due:
+                due_at = clock() + waits.recruit_seconds
             for peer in self._trusted():
-                if len(schedule.donors) >= ENOUGH_DONORS:
-                    break
-                if peer not in schedule.donors and await self._manifest_of(peer, want) == manifest:
-                    schedule.add_donor(peer)
+                is_finishing = self._finishing.get(peer, 0.0) > clock()
+                most = MOST_OTHERS if is_finishing else ENOUGH_DONORS if is_due else 0
+                if peer in spreading.donors or spreading.num_whole >= most:
+                    continue
+                if await self._manifest_of(peer, want) == manifest:
+                    self._finishing.pop(peer, None)
+                    spreading.add_donor(peer)
+                    news.set()
+
+    async def _look_on(self, spreading: Spreading, manifest: Manifest, news: asyncio.Event) -> None:
+        while True:
+            await self._look(spreading, manifest)
+            news.set()
+            await asyncio.sleep(self._donors.waits.look_seconds)
+
+    async def _look(self, spreading: Spreading, manifest: Manifest) -> None:
+        """Asks peers which chunks they have: those that fetch the state too, and in turn all others."""
+        now = asyncio.get_running_loop().time()
+        others = spreading.others
+        beside = [
+            peer
+            for peer in self._near()
+            if peer not in spreading.donors and self._looked_at.get(peer, 0.0) <= now
+        ]
+        beside.sort(key=lambda peer: self._looked_at.get(peer, 0.0))
+        asked = (*others, *beside[: max(LOOKED_AT_BESIDE, MOST_OTHERS - len(others))])
+        found = await asyncio.gather(*(self._map_of(peer, manifest) for peer in asked))
+        trusted = self._trusted()  # some may have lied meanwhile
+        for peer, (has_answered, chunk_map) in zip(asked, found, strict=True):
+            if chunk_map is not None and peer in trusted:
+                alike = spreading.num_whole if chunk_map.all() else len(spreading.others)
+                if peer in spreading.others or alike < MOST_OTHERS:
+                    spreading.take_map(peer, chunk_map)
+            elif has_answered and peer in others:
+                spreading.drop_donor(peer)
+                self._note_finishing(peer)
+        spreading.put_in_order()
+
+    async def _others_with(self, arriving: Arriving) -> dict[NodeId, ChunkMap]:
+        """The maps of peers that fetch a state too, and have something of it that is missing here."""
+        asked, missing = self._near()[:MOST_OTHERS], list(arriving.missing)
+        found = await asyncio.gather(*(self._map_of(peer, arriving.manifest) for peer in asked))
+        return {
+            peer: chunk_map
+            for peer, (_, chunk_map) in zip(asked, found, strict=True)
+            if chunk_map is not None and chunk_map[missing].any()
+        }
+
+    async def _map_of(self, peer: NodeId, manifest: Manifest) -> tuple[bool, ChunkMap | None]:
+        """Whether a peer answers, and which chunks it has of a state that it gives or fetches."""
+        now = asyncio.get_running_loop().time()
+        self._looked_at[peer] = now
+        num_chunks = len(manifest.chunk_digests)
+        want = WantChunkMap(round=manifest.round, outer_digest=manifest.outer_digest)
+        try:
+            payload = await self._payload(
+                peer, want, -(-num_chunks // 8), timeout_seconds=MAP_SECONDS
+            )
+        except NotHeldError:
+            return True, None
+        except TransferRefusedError:
+            payload = None
+        if payload is None:
+            self._looked_at[peer] = now + self._donors.waits.recruit_seconds
+            return False, None
+        return True, read_map(payload.body, num_chunks)
+
+    def _note_finishing(self, peer: NodeId) -> None:
+        """A peer has no part of the state any more: it may have taken it over, and give all of it soon."""
+        now = asyncio.get_running_loop().time()
+        self._finishing[peer] = now + FINISHING_SECONDS
+        self._looked_at[peer] = now + self._donors.waits.recruit_seconds
 
     # Peers
 
@@ -304,6 +441,7 @@ class Download:
         want: Want,
         max_body_bytes: int,
         heard: Callable[[], None] = do_nothing,
+        timeout_seconds: float | None = None,
     ) -> Payload | None:
         """What a peer answers, or None when that is nothing of use.
 
@@ -314,7 +452,7 @@ class Download:
                 peer,
                 want,
                 max_body_bytes=max_body_bytes,
-                timeout_seconds=self._donors.waits.for_fetch_of(max_body_bytes),
+                timeout_seconds=timeout_seconds or self._donors.waits.for_fetch_of(max_body_bytes),
                 heard=heard,
             )
         except FalseAnswerError as error:
@@ -331,6 +469,14 @@ class Download:
         now = asyncio.get_running_loop().time()
         trusted = (p for p in self._donors.peers() if self._distrusted_until.get(p, 0.0) <= now)
         return tuple(sorted(trusted, key=lambda peer: self._donors.silences.has(peer, now)))
+
+    def _near(self) -> tuple[NodeId, ...]:
+        """Those of them that are reached without a third member.
+
+        What a member carries takes its uplink, which may be the holder's: that had better give the chunks.
+        """
+        unreachable = frozenset(self._donors.transport.seen().unreachable)
+        return tuple(peer for peer in self._trusted() if peer not in unreachable)
 
     def _distrust(self, peer: NodeId, why: str) -> None:
         log.warning("a donor lies, and is not asked for a while", peer=peer, why=why)

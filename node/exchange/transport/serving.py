@@ -44,6 +44,9 @@ from protocol.wire.rounds import Digest, NodeId
 MOST_DUE = 64
 """Answers that one stream owes: no sender that keeps to its window waits for so many."""
 
+SMALL = frozenset({"want_manifest", "want_chunk_map"})
+"""What is given also to who has enough under way: it says whom to ask."""
+
 _THREAD_BYTES = 1 << 20  # hashing less is quicker than asking a thread to
 
 
@@ -90,7 +93,7 @@ class Server:
                 with self.admission.parts(sender):
                     await take_parts(stream, sender, self.receiver)
             case kind if kind in WANTS.values():
-                with self.admission.fetch(sender, is_large=kind != "want_manifest"):
+                with self.admission.fetch(sender, is_large=kind not in SMALL):
                     want = decode_want(request)
                     async with turn_of(want, self._pieces):
                         await self._give(stream, sender, want)

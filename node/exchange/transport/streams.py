@@ -21,6 +21,7 @@ from node.exchange.peers import (
     TransferRefusedError,
     Want,
     WantChunk,
+    WantChunkMap,
     WantInput,
     WantManifest,
     WantResult,
@@ -31,6 +32,7 @@ from node.exchange.transport.rates.traffic import CHUNK_BYTES, Traffic
 from protocol.v1 import transfer_pb2 as wire
 from protocol.wire.payload import (
     CHUNK,
+    CHUNK_MAP,
     CONTRIBUTION,
     MANIFEST,
     PIECE,
@@ -62,6 +64,7 @@ WIRE_KINDS_BY_PAYLOAD: dict[int, WireKind] = {
     REDUCER_ERROR: "result",
     MANIFEST: "snapshot",
     CHUNK: "snapshot",
+    CHUNK_MAP: "snapshot",
     TOKENS_MANIFEST: "data",
     PIECE_MAP: "data",
     PIECE: "data",
@@ -335,6 +338,7 @@ WANTS: dict[type[Want], str] = {
     WantResult: "want_result",
     WantManifest: "want_manifest",
     WantChunk: "want_chunk",
+    WantChunkMap: "want_chunk_map",
     WantTokens: "want_tokens",
     WantInput: "want_input",
 }
