@@ -279,7 +279,7 @@ class PieceCache:
 
 
 class FetchedFiles:
-    """Files that come from origins through a cache; implements token_shards.Files."""
+    """Files that come from origins through a cache; implements shard_files.Files."""
 
     def __init__(
         self,

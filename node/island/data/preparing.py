@@ -7,6 +7,7 @@ number of processes or on what was interrupted.
 """
 
 import functools
+import itertools
 import math
 import multiprocessing
 import os
@@ -32,7 +33,6 @@ from node.island.data.documents import (
 from node.island.data.inputs import input_files, passed_over
 from node.island.data.manifest import (
     MANIFEST_FILE,
-    OFFSET_BYTES,
     FileEntry,
     Manifest,
     ShardEntry,
@@ -43,7 +43,7 @@ from node.island.data.manifest import (
     entry_of_file,
 )
 from node.island.data.packing import pack
-from node.island.data.shard_files import ShardWriter, bits_of, token_bytes_of
+from node.island.data.shard_files import ShardReader, ShardWriter, WrittenFiles, token_bytes_of
 from node.island.data.shard_writing import (
     HASHES,
     Encoding,
@@ -530,15 +530,14 @@ def _merged(
 
 def _add_shard(writer: ShardWriter, work: Path, shard: ShardEntry, token_bytes: int) -> None:
     """Adds the documents of a shard, a part of them at a time."""
-    tokens = np.memmap(work / shard.tokens, f"<u{token_bytes}", mode="r")
-    assert shard.offsets is not None
-    offsets = np.fromfile(work / shard.offsets, f"<u{OFFSET_BYTES}").astype(np.int64)
-    bits = None if shard.mask is None else np.memmap(work / shard.mask, np.uint8, mode="r")
-    for start, stop in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True):
+    reader = ShardReader(WrittenFiles(work), token_bytes=token_bytes)
+    offsets = reader.offsets(shard)
+    assert offsets is not None
+    for start, stop in itertools.pairwise(offsets.tolist()):
         writer.add(
             Encoded(
-                tokens=tokens[start:stop].astype(np.uint32),
-                counted=None if bits is None else bits_of(bits, start, stop - start),
+                tokens=reader.tokens(shard, start, stop).astype(np.uint32),
+                counted=reader.counted(shard, start, stop),
                 text_bytes=0,
             )
         )
