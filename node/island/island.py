@@ -86,12 +86,22 @@ class InnerReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SourceLoss:
+    """Held-out loss of one source of the data."""
+
+    source: str  # its name; empty for what no source was named for
+    loss: float  # nats per token
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
     """Held-out loss of the global parameters."""
 
     loss: float  # nats per token
     tokens: int
     metric: float | None = None  # one of the run's own, where its function has one
+    by_source: tuple[SourceLoss, ...] = ()  # where the data have several
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,7 @@ from protocol.terminal.console import PathAtHome
 if TYPE_CHECKING:
     from node.island.data.foreign import Adopted
     from node.island.data.manifest import Manifest, Split, State
-    from node.island.data.preparing import Wanted
+    from node.island.data.shard_plan import Wanted
     from node.island.data.shard_writing import InSeveral, Named
     from node.island.data.showing import Shown
 
@@ -83,6 +83,12 @@ def _share_or_files(held_out: tuple[str, ...]) -> tuple[float, tuple[str, ...]]:
     help="How often documents of some of the files are trained on: 2.5, or 0.3 for some of them.",
 )
 @click.option(
+    "--add-to",
+    type=PathAtHome(path_type=Path),
+    metavar="FOLDER",
+    help="Tokens to which these are added: --out gets both, and FOLDER stays as it is.",
+)
+@click.option(
     "--pack",
     type=click.IntRange(8, 1 << 20),
     metavar="CONTEXT",
@@ -107,6 +113,7 @@ def prepare(
     field: str,
     held_out: tuple[str, ...],
     repeat: tuple[str, ...],
+    add_to: Path | None,
     pack: int | None,
     vocab_size: int | None,
     token_bytes: str | None,
@@ -128,7 +135,7 @@ def prepare(
     """
     require_installed(READING, to="prepare data")
     from node.island.data.foreign import Adopted
-    from node.island.data.preparing import Wanted
+    from node.island.data.shard_plan import Wanted
     from protocol.files.durable import toml_value
 
     toml_value(out)  # refused here and not after hours: a run file is to name it
@@ -140,11 +147,21 @@ def prepare(
         )
     share, held_out_inputs = _share_or_files(held_out)
     repeated = tuple(map(_repetition, repeat))
+    if add_to is not None:
+        _refuse(
+            {"--held-out": " ".join(held_out) or None},
+            because=f"has no effect: what is held out goes on as in {add_to}",
+            next_step="leave it out, or prepare all of the text anew",
+        )
     tokens = _files_of_tokens(inputs, but_for=held_out_inputs)
     jobs = jobs or usable_cores()
     if tokens:
         _refuse(
-            {"--pack": pack, "--repeat": " ".join(repeat) or None},
+            {
+                "--pack": pack,
+                "--repeat": " ".join(repeat) or None,
+                "--add-to": None if add_to is None else str(add_to),
+            },
             because="arranges documents anew, and tokens of other software are read as they are",
             next_step="leave it out, or prepare the text itself",
         )
@@ -183,6 +200,7 @@ def prepare(
             held_out_inputs=held_out_inputs,
             repeated=repeated,
             row=None if pack is None else pack + 1,
+            add_to=add_to,
             jobs=jobs,
         )
     )
@@ -229,6 +247,7 @@ def _prepare(wanted: "Wanted") -> None:
     _tell(
         wanted.out,
         made.manifest,
+        added=None if wanted.add_to is None else (made.new, wanted.add_to),
         num_files=made.num_files,
         num_empty=made.num_empty,
         num_held_out_too=made.num_held_out_too,
@@ -357,6 +376,7 @@ def _tell(
     out: Path,
     manifest: "Manifest",
     *,
+    added: "tuple[Manifest, Path] | None" = None,
     num_files: int | None = None,
     num_empty: int = 0,
     num_held_out_too: int = 0,
@@ -365,18 +385,26 @@ def _tell(
     """What was made, and the lines of the run file that name it."""
     from node.island.data.preparing import as_run_file
 
-    trained, kept_back = manifest.num_tokens("training"), manifest.num_tokens("held_out")
-    num_documents = sum(s.num_documents for s in (*manifest.training, *manifest.held_out))
+    told = manifest if added is None else added[0]
+    trained, kept_back = told.num_tokens("training"), told.num_tokens("held_out")
+    num_documents = sum(s.num_documents for s in (*told.training, *told.held_out))
     *_, pieces = _PIECES[manifest.row is not None]
     files = "" if num_files is None else f" from {num_files:,} file{'s' * (num_files != 1)}"
     left_out = f"; {num_empty:,} without text left out" if num_empty else ""
     if num_held_out_too:
         left_out += f"; {num_held_out_too:,} left out of training, as they are held out too"
     click.echo(
-        f"{out}: {console.count_in_words(trained)} tokens to train on and "
+        f"{out}: {'' if added is None else 'added '}{console.count_in_words(trained)} tokens to train on and "
         f"{console.count_in_words(kept_back)} held out, of {num_documents:,} {pieces}{files}{left_out}"
     )
-    if kept_back > trained:
+    if added is not None:
+        click.echo(
+            f"{out} has with {added[1]} {console.count_in_words(manifest.num_tokens('training'))} tokens to "
+            f"train on and {console.count_in_words(manifest.num_tokens('held_out'))} held out; a run that "
+            f"has begun keeps {added[1]}, and a fork of it may take {out}: "
+            "atoll node fork ROUND"
+        )
+    if manifest.num_tokens("held_out") > manifest.num_tokens("training"):
         click.echo(
             "warning: more is held out than there is to train on, as whole documents are; prepare more of "
             "them, or name those that are held out: --held-out FILE",

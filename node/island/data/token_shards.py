@@ -138,6 +138,13 @@ class _SplitShards:
     def num_samples(self) -> int:
         return int(self.first_samples[-1])
 
+    def by_source(self, indices: Indices) -> dict[str, Indices]:
+        """Samples by the sources of their shards, which come in the order of the shards."""
+        shards = np.searchsorted(self.first_samples, indices, side="right") - 1
+        sources = np.array([shard.source for shard in self.shards], np.object_)[shards]
+        named = dict.fromkeys(shard.source for shard in self.shards)
+        return {each: own for each in named if len(own := indices[sources == each])}
+
     def place_of(self, index: int) -> tuple[ShardEntry, int]:
         """A sample's shard, and the token of that shard which it begins with."""
         if not 0 <= index < self.num_samples:
@@ -249,6 +256,10 @@ class TokenShards:
             counted=self._counted(split, indices),
             documents=self._documents(split, indices) if self._has_documents else None,
         )
+
+    def held_out_by_source(self, indices: Indices) -> dict[str, Indices]:
+        """See Dataset."""
+        return self._splits["held_out"].by_source(indices)
 
     def num_counted(self, split: Split, indices: Indices) -> int:
         """See Dataset."""
