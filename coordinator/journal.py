@@ -30,7 +30,7 @@ from protocol.wire.messages import (
     RunFinished,
     SliceTakenOver,
 )
-from protocol.wire.rounds import NodeId, training_in
+from protocol.wire.rounds import OTHER_SOURCES, NodeId, training_in
 
 _log = structlog.get_logger()
 
@@ -187,6 +187,10 @@ def _held_out(before: SwarmState, after: SwarmState) -> Iterator[News]:
         if held_out.holders:
             own["holders"] = {
                 name_of(after, one.node_id): _digits(one.loss) for one in held_out.holders
+            }
+        if held_out.by_source:
+            own["by_source"] = {
+                one.source or OTHER_SOURCES: _digits(one.loss) for one in held_out.by_source
             }
         yield _news(
             "info", "evaluated", round=held_out.round, held_out_loss=_digits(held_out.loss), **own

@@ -395,6 +395,7 @@ def _held_out_loss(names: Mapping[NodeId, str], held_out: HeldOut) -> pb.HeldOut
             )
             for one in held_out.holders
         ],
+        by_source=[convert.to_wire(one, session_pb2.SourceLoss) for one in held_out.by_source],
     )
 
 

@@ -14,7 +14,7 @@ from typing import Protocol
 from node.outer_state import Vector
 from protocol.run.run_spec import ExchangeSection, RunSpec
 from protocol.run.schedule import Position, Schedule, Span
-from protocol.wire.rounds import CorpusSummary, Digest
+from protocol.wire.rounds import CorpusSummary, Digest, SourceLoss
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,15 +83,6 @@ class InnerReport:
     publish_seconds: float = 0.0  # afterwards
     communication_seconds: float | None = None  # of `seconds`, exposed; None: not measured
     skipped_steps: int = 0  # of the inner steps: their gradients did not fit into fp16
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SourceLoss:
-    """Held-out loss of one source of the data."""
-
-    source: str  # its name; empty for what no source was named for
-    loss: float  # nats per token
-    tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

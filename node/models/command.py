@@ -17,6 +17,7 @@ from protocol.files.leftovers import TemporaryFolder, remove_leftovers, temporar
 from protocol.terminal.console import PathAtHome, print_json, printable
 from protocol.terminal.query import json_option
 from protocol.trust.credentials import find_home
+from protocol.wire.rounds import OTHER_SOURCES
 from protocol.wire.vitals import loss_in_words
 
 if TYPE_CHECKING:
@@ -303,7 +304,9 @@ def _measure_held_out(
         return
     metric = "" if found.metric is None else f", metric {found.metric:.4g}"
     click.echo(f"held-out loss {loss_in_words(found.loss)}{metric}, of {found.tokens:,} tokens")
-    names = {e.source: printable(e.source, most=LONGEST_SHOWN) or OTHERS for e in found.by_source}
+    names = {
+        e.source: printable(e.source, most=LONGEST_SHOWN) or OTHER_SOURCES for e in found.by_source
+    }
     width = max(map(len, names.values()), default=0)
     for each in found.by_source:
         click.echo(
@@ -317,8 +320,6 @@ def _number(value: float) -> float | None:
 
 
 LONGEST_SHOWN = 40
-OTHERS = "others"
-"""Held-out samples of no named source."""
 
 
 def _refuse_to_measure_what_has_no_text(home: Path, tokenizer: Path | None) -> None:

@@ -20,8 +20,9 @@ from protocol.terminal.node_words import (
     is_present,
     screening_in_words,
 )
+from protocol.v1 import session_pb2
 from protocol.v1 import status_pb2 as pb
-from protocol.wire.rounds import OWN_LOOP
+from protocol.wire.rounds import OTHER_SOURCES, OWN_LOOP
 from protocol.wire.vitals import loss_in_words
 
 PHASES: dict[pb.RunPhase.ValueType, tuple[str, str]] = {
@@ -331,7 +332,7 @@ def held_out_in_words(run: pb.RunStatus) -> str:
     words += "" if bits is None else f", {bits:.3f} bits a byte"
     latest = run.held_out_losses[-1]
     words += f", metric {latest.metric:.4g}" if latest.HasField("metric") else ""
-    return words + holders_in_words(latest.holders)
+    return words + holders_in_words(latest.holders) + sources_in_words(latest.by_source)
 
 
 def holders_in_words(holders: Sequence[pb.HolderLoss]) -> str:
@@ -342,6 +343,19 @@ def holders_in_words(holders: Sequence[pb.HolderLoss]) -> str:
     if len(losses) > MOST_NAMED:
         return f" ({len(losses)} data holders, {loss_in_words(losses[0])} to {loss_in_words(losses[-1])})"
     named = (f"{one.node_name or one.node_id[:12]} {loss_in_words(one.loss)}" for one in holders)
+    return f" ({', '.join(named)})"
+
+
+def sources_in_words(by_source: Sequence[session_pb2.SourceLoss]) -> str:
+    """What the latest held-out loss is of each source of the data; empty where there is one alone."""
+    if not by_source:
+        return ""
+    losses = sorted(one.loss for one in by_source)
+    if len(losses) > MOST_NAMED:
+        return (
+            f" ({len(losses)} sources, {loss_in_words(losses[0])} to {loss_in_words(losses[-1])})"
+        )
+    named = (f"{one.source or OTHER_SOURCES} {loss_in_words(one.loss)}" for one in by_source)
     return f" ({', '.join(named)})"
 
 

@@ -59,6 +59,7 @@ from node.island.data.tokenizing import (
 from protocol.errors import (
     BadDataError,
     CannotCreateError,
+    UsageError,
 )
 from protocol.files.durable import (
     LOCK_NAME,
@@ -70,6 +71,7 @@ from protocol.files.durable import (
     toml_value,
     write_atomically,
 )
+from protocol.wire.rounds import MOST_SOURCES
 
 HELD_OUT_SHARD_TOKENS = 64 << 20
 LEAST_END = 0.05
@@ -161,6 +163,7 @@ def prepare(
         _check_both_splits(new, wanted, num_empty=num_empty, num_held_out_too=num_held_out_too)
         _check_something_is_learned(new)
         manifest = new if before is None else together(before, new)
+        _check_num_sources(manifest)
         if before is not None:
             num_again, num_new = num_there_before(work, before, new)
             if num_again:
@@ -238,6 +241,15 @@ def _check_something_is_learned(manifest: Manifest) -> None:
                 next_step="let answers have the role 'assistant' and no 'weight' or 'train' of 0, or see "
                 "what {% generation %} marks in the tokenizer's chat_template.jinja",
             )
+
+
+def _check_num_sources(manifest: Manifest) -> None:
+    sources = {shard.source for shard in manifest.held_out}
+    if len(sources) > MOST_SOURCES:
+        raise UsageError(
+            f"what is held out has {len(sources)} sources, and {MOST_SOURCES} are told apart at most",
+            next_step="name fewer with --repeat or --held-out: a pattern may name many files",
+        )
 
 
 def _identity(
@@ -373,7 +385,11 @@ def _merged(
         end_of_document=tokenizer.end_of_document,
         row=encoding.row,
         has_answers=any(receipt.num_answering for receipt in receipts),
-        held_out_below=max((r.held_out_below for r in receipts), key=lambda one: int(one, 16)),
+        held_out_below=max(
+            (receipt.held_out_below for receipt in receipts),
+            key=lambda one: int(one, 16),
+            default=None,
+        ),
         files=files,
         training=tuple(training),
         held_out=tuple(held_out),

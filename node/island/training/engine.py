@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map
 from node.island.data.dataset import Batch, Dataset, Indices, SampleOrder, Tree, held_out_choice
 from node.island.data.functions import draw_from, drawing, seed_of
 from node.island.data.manifest import Split
-from node.island.island import Evaluation, SourceLoss
+from node.island.island import Evaluation
 from node.island.models.architecture import (
     Architecture,
     Counted,
@@ -60,6 +60,7 @@ from node.island.training.optimizers import (
     iteration_dtype_of,
 )
 from protocol.run.run_spec import InnerSection, RunSpec
+from protocol.wire.rounds import SourceLoss
 
 
 class Forward(Protocol):
