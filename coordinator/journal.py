@@ -13,11 +13,13 @@ from coordinator.swarm.agreement import awaits_first_weights
 from coordinator.swarm.books import screenings_of
 from coordinator.swarm.events import EndSession, Tell
 from coordinator.swarm.explain import alike_in_words, differing_in_words, unevaluated_in_words
+from coordinator.swarm.ledger import num_reached
 from coordinator.swarm.members import PRESENT, Member, MemberState, Verdict
 from coordinator.swarm.reach import helper_between, newly_cut_pairs
 from coordinator.swarm.start import missing
 from coordinator.swarm.state import RoundPhase, SwarmState, name_of, names_of
 from coordinator.swarm.transition import Transition
+from coordinator.swarm.weighing import common_corpus
 from protocol.errors import AtollError
 from protocol.files.durable import as_typed
 from protocol.trust.rulings import in_words
@@ -124,6 +126,7 @@ def news_of(before: SwarmState, transition: Transition) -> Iterator[News]:
         yield _news("info", "round learned", round=after.committed_round, reason=reason_of)
     for message in told:
         yield from _told(after, message)
+    yield from _epochs(before, after)
     yield from _held_out(before, after)
     yield from _alike(before, after)
     yield from _audits(before, after)
@@ -159,6 +162,23 @@ def _member(after: SwarmState, member: Member, was: Member | None, why: str) -> 
             why="most of the others point against what it contributes, round after round",
             next_step="look at its data, its model code and its devices; 'atoll nodes expel' ends it",
         )
+
+
+def _epochs(before: SwarmState, after: SwarmState) -> Iterator[News]:
+    """That all samples were leased once, and the next are leased again.
+
+    Holders of private data have samples of their own.
+    """
+    if after.ledger is before.ledger or after.rules.has_private_data:
+        return
+    common = common_corpus(after)
+    if common is None or not common.num_samples:
+        return
+    was, epoch = (
+        (num_reached(state.ledger) - 1) // common.num_samples + 1 for state in (before, after)
+    )
+    if epoch > max(1, was):
+        yield _news("info", "the data begins anew", epoch=epoch, samples=common.num_samples)
 
 
 def _held_out(before: SwarmState, after: SwarmState) -> Iterator[News]:

@@ -261,6 +261,8 @@ def summary_line(status: pb.GetStatusResponse) -> str:
         parts.append(f"computing {share:.0%} of the time")
     if held_out := held_out_in_words(run):
         parts.append(f"held-out {held_out}")
+    if (epoch := epoch_shown(run)) > 1:
+        parts.append(f"epoch {epoch} of the data")
     num_ready = sum(node.state == pb.NODE_STATE_READY for node in status.nodes)
     parts.append(f"{num_ready} of {len(status.nodes)} nodes ready")
     parts.append(agreement_in_words(status))
@@ -320,6 +322,12 @@ def stands_in_words(run: pb.RunStatus) -> str:
 def round_shown(run: pb.RunStatus) -> int:
     """The open round, or the last one."""
     return run.open_round or run.committed_round
+
+
+def epoch_shown(run: pb.RunStatus) -> int:
+    """Which time the data are gone through, from 1; 0 where nobody knows how many samples there are."""
+    data = run.data
+    return (data.frontier - 1) // data.epoch_samples + 1 if data.epoch_samples else 0
 
 
 def held_out_in_words(run: pb.RunStatus) -> str:

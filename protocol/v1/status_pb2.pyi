@@ -440,7 +440,7 @@ class DataStatus(_message.Message):
     FRONTIER_FIELD_NUMBER: _builtins.int
     SKIPPED_SAMPLES_FIELD_NUMBER: _builtins.int
     epoch_samples: _builtins.int
-    """Samples of one epoch, as the first node that attached counts them; 0 before."""
+    """Samples of one epoch, of the data of most weight; 0 where nobody has told of any, or data are private."""
     committed_samples: _builtins.int
     """Places whose training commits have taken, each counted once."""
     leased_samples: _builtins.int

@@ -131,7 +131,7 @@ def num_there_before(work: Path, before: Manifest, new: Manifest) -> tuple[int, 
 
 
 def _held_out_documents(work: Path, manifest: Manifest) -> Iterator[bytes]:
-    """A digest of each; where rows are packed, of long pieces: the short ends of documents are often equal."""
+    """A digest of each; where rows are packed, of long pieces: short ends of documents are often equal."""
     reader = ShardReader(WrittenFiles(work), token_bytes=manifest.token_bytes)
     least = (manifest.row or 0) // 2
     for shard in manifest.held_out:
