@@ -65,6 +65,14 @@ def test_held_out_documents_lie_in_shards_of_their_source(tokens: Path) -> None:
         assert all(next(documents).startswith(word) for _ in range(shard.num_documents))
 
 
+def test_a_document_is_shown_with_its_source(
+    tokens: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["data", "show", str(tokens), "--held-out", "--document", "0"]
+    assert console.run(root, asked) == ExitCode.OK
+    assert "document 0, in held-out-00000.tokens of code: " in capfd.readouterr().out
+
+
 def test_files_that_are_held_out_are_sources_where_there_are_several(tmp_path: Path) -> None:
     write_sources(tmp_path)
     exams = tuple(str(tmp_path / name) for name in ("code", "prose"))

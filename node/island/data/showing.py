@@ -40,6 +40,7 @@ class Shown:
 
     number: int
     file: str
+    source: str  # its name, of what is held out; empty for none
     stretches: tuple[Stretch, ...]
     num_padding: int  # tokens behind it that fill up its row
 
@@ -96,6 +97,7 @@ class TokenFolder:
         return Shown(
             number=number,
             file=shard.tokens,
+            source=shard.source,
             stretches=tuple(_stretches(tokens[:kept].tolist(), learned[:kept], self._text_of)),
             num_padding=num_padding,
         )
