@@ -72,6 +72,7 @@ class Swarm:
         self._ranks = ranks
         self._child = child
         self._has_warned = False
+        self._process_id = os.getpid()
         self._last: Training | None = None  # once nothing is trained any more
 
     @property
@@ -177,6 +178,13 @@ class Swarm:
         yield from self._leased(wants_tokens=True)
 
     def _leased(self, *, wants_tokens: bool) -> Iterator[Batch]:
+        if os.getpid() != self._process_id:
+            # Their copy of the connection is closed, and a new one would be another loop.
+            raise SamplesError(
+                "samples are leased to the process that has joined, and a DataLoader's worker asks for them",
+                next_step="let the loader take their numbers: DataLoader(dataset, "
+                "batch_sampler=swarm.samples(), num_workers=0)",
+            )
         world_size = self._ranks.world_size
         if self.run.batch % world_size:
             raise SamplesError(
@@ -190,7 +198,8 @@ class Swarm:
             if training.sampled_step == training.steps:
                 raise SamplesError(
                     "the next samples were asked for before step() told that the last ones are trained",
-                    next_step="call swarm.step() after each batch; a DataLoader must not fetch ahead",
+                    next_step="call swarm.step() after each batch; a DataLoader must not fetch ahead: "
+                    "num_workers=0",
                 )
             if chunk is None or not chunk.holds(training):
                 asked = self._session.samples(wants_tokens) if self._ranks.rank == 0 else None

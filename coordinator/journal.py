@@ -13,11 +13,13 @@ from coordinator.swarm.agreement import awaits_first_weights
 from coordinator.swarm.books import screenings_of
 from coordinator.swarm.events import EndSession, Tell
 from coordinator.swarm.explain import alike_in_words, differing_in_words, unevaluated_in_words
+from coordinator.swarm.ledger import num_reached
 from coordinator.swarm.members import PRESENT, Member, MemberState, Verdict
 from coordinator.swarm.reach import helper_between, newly_cut_pairs
 from coordinator.swarm.start import missing
 from coordinator.swarm.state import RoundPhase, SwarmState, name_of, names_of
 from coordinator.swarm.transition import Transition
+from coordinator.swarm.weighing import common_corpus
 from protocol.errors import AtollError
 from protocol.files.durable import as_typed
 from protocol.trust.rulings import in_words
@@ -30,7 +32,7 @@ from protocol.wire.messages import (
     RunFinished,
     SliceTakenOver,
 )
-from protocol.wire.rounds import NodeId, training_in
+from protocol.wire.rounds import OTHER_SOURCES, NodeId, training_in
 
 _log = structlog.get_logger()
 
@@ -124,6 +126,7 @@ def news_of(before: SwarmState, transition: Transition) -> Iterator[News]:
         yield _news("info", "round learned", round=after.committed_round, reason=reason_of)
     for message in told:
         yield from _told(after, message)
+    yield from _epochs(before, after)
     yield from _held_out(before, after)
     yield from _alike(before, after)
     yield from _audits(before, after)
@@ -161,6 +164,23 @@ def _member(after: SwarmState, member: Member, was: Member | None, why: str) -> 
         )
 
 
+def _epochs(before: SwarmState, after: SwarmState) -> Iterator[News]:
+    """That all samples were leased once, and the next are leased again.
+
+    Holders of private data have samples of their own.
+    """
+    if after.ledger is before.ledger or after.rules.has_private_data:
+        return
+    common = common_corpus(after)
+    if common is None or not common.num_samples:
+        return
+    was, epoch = (
+        (num_reached(state.ledger) - 1) // common.num_samples + 1 for state in (before, after)
+    )
+    if epoch > max(1, was):
+        yield _news("info", "the data begins anew", epoch=epoch, samples=common.num_samples)
+
+
 def _held_out(before: SwarmState, after: SwarmState) -> Iterator[News]:
     """What was measured, and what it is not to be compared with."""
     if after.held_out_text_from > before.held_out_text_from:
@@ -187,6 +207,10 @@ def _held_out(before: SwarmState, after: SwarmState) -> Iterator[News]:
         if held_out.holders:
             own["holders"] = {
                 name_of(after, one.node_id): _digits(one.loss) for one in held_out.holders
+            }
+        if held_out.by_source:
+            own["by_source"] = {
+                one.source or OTHER_SOURCES: _digits(one.loss) for one in held_out.by_source
             }
         yield _news(
             "info", "evaluated", round=held_out.round, held_out_loss=_digits(held_out.loss), **own

@@ -66,7 +66,7 @@ from protocol.v1 import round_pb2
 from protocol.v1.status_pb2 import RoundSummary
 from protocol.wire import convert
 from protocol.wire.channel import RETRY_CAP_SECONDS
-from protocol.wire.rounds import Commit, Digest
+from protocol.wire.rounds import Commit, Digest, SourceLoss
 
 MOST_NAMED = 3
 """Changed keys that a refusal names, and the number of the rest."""
@@ -204,7 +204,11 @@ _STATE = TypeAdapter(tuple[SwarmState], config=JSON)
 _MEMBER = TypeAdapter(tuple[Member], config=JSON)
 _LEDGER = TypeAdapter(tuple[Ledger], config=JSON)
 _TEXTS = TypeAdapter(tuple[tuple[str, ...]], config=JSON)
-_HOLDERS = TypeAdapter(tuple[tuple[HolderLoss, ...]], config=JSON)
+_HOLDERS = TypeAdapter(
+    tuple[tuple[HolderLoss, ...]] | tuple[tuple[HolderLoss, ...], tuple[SourceLoss, ...]],
+    config=JSON,
+)
+"""Losses of holders, and behind them those of sources where there are any."""
 
 T = TypeVar("T")
 
@@ -370,7 +374,7 @@ class Store:
                 (
                     (
                         *(place, h.round, float(h.loss), h.tokens, h.metric),
-                        _text(_HOLDERS, h.holders),
+                        _losses_text(h),
                     )
                     for place, h in losses
                 ),
@@ -494,16 +498,26 @@ def _recent_rounds(
 def _held_out(connection: sqlite3.Connection) -> tuple[HeldOut, ...]:
     """Held-out losses, in the order in which they were measured."""
     rows = rows_of(connection, "held_out", "ORDER BY place")
-    return tuple(
-        HeldOut(
-            round=number,
-            loss=loss,
-            tokens=tokens,
-            metric=metric,
-            holders=_HOLDERS.validate_json(holders)[0],
+    found = []
+    for _, number, loss, tokens, metric, text in rows:
+        holders, *by_source = _HOLDERS.validate_json(text)
+        found.append(
+            HeldOut(
+                round=number,
+                loss=loss,
+                tokens=tokens,
+                metric=metric,
+                holders=holders,
+                by_source=by_source[0] if by_source else (),
+            )
         )
-        for _, number, loss, tokens, metric, holders in rows
-    )
+    return tuple(found)
+
+
+def _losses_text(held_out: HeldOut) -> str:
+    if not held_out.by_source:
+        return _HOLDERS.dump_json((held_out.holders,)).decode()
+    return _HOLDERS.dump_json((held_out.holders, held_out.by_source)).decode()
 
 
 def _written(connection: sqlite3.Connection) -> tuple[Written, ...]:

@@ -25,7 +25,8 @@ from node.island.data.dataset import stdlib_files
 from node.island.data.manifest import Manifest
 from node.island.data.opening import open_dataset
 from node.island.data.places import DataPlaces
-from node.island.data.preparing import Wanted, prepare
+from node.island.data.preparing import prepare
+from node.island.data.shard_plan import Wanted
 from protocol.run.run_files import validated
 from protocol.run.run_spec import RunSpec
 

@@ -108,6 +108,7 @@ SENTENCES = {
     "going on without nodes that have not come back": "{nodes} have not come back; the run goes on",
     "node told to refetch": "{node} is told to fetch the state anew: {reason}",
     "node is ahead of us": "{node} knows rounds after {our_round}, and is asked for them",
+    "the data begins anew": "The data begins anew in another order: epoch {epoch} of {samples} samples",
     "evaluated": "The held-out loss after round {round} is {held_out_loss}",
     "held-out losses of one state differ": "{why}",
     "loops train on the same samples": "{why}",

@@ -9,6 +9,7 @@ from protocol.terminal.node_words import STATES, is_present, name_of
 from protocol.terminal.status_words import bits_per_byte
 from protocol.v1 import status_pb2 as pb
 from protocol.web.metrics import Board, Metric, NodeTold, Values, by_direction_and_kind, put_node
+from protocol.wire.rounds import OTHER_SOURCES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +35,12 @@ def _of_evaluation(
         return read(told, found[-1]) if found else None
 
     return latest
+
+
+def _of_sources(told: RunTold) -> Values:
+    found = told.run.held_out_losses
+    by_source = found[-1].by_source if found else ()
+    return {(one.source or OTHER_SOURCES,): one.loss for one in by_source} or None
 
 
 def _samples(told: RunTold) -> Values:
@@ -139,6 +146,12 @@ _OF_RUN: tuple[Metric[RunTold], ...] = (
         name="atoll_held_out_loss_nats",
         meaning="Held-out loss of the latest evaluation",
         of=_of_evaluation(lambda told, found: found.loss),
+    ),
+    Metric(
+        name="atoll_held_out_source_loss_nats",
+        meaning="The same of each source of the data, where there are several",
+        labels=("source",),
+        of=_of_sources,
     ),
     Metric(
         name="atoll_held_out_bits_per_byte",

@@ -27,11 +27,13 @@ from protocol.wire.messages import (
 from protocol.wire.payload import RESULT, WIRE_KINDS, PayloadError, PayloadHeader, WireTotals
 from protocol.wire.rounds import (
     MOST_MULTIADDRS,
+    MOST_SOURCES,
     Digest,
     LayoutSummary,
     NodeId,
     PeerAddress,
     RoundSpan,
+    SourceLoss,
 )
 from protocol.wire.vitals import LONG_WORDS, SHORT_WORDS, Announcement
 
@@ -42,6 +44,7 @@ MAX_FRAGMENTS = 1024
 MAX_RANKS = 1 << 16
 MAX_SPANS = 256
 MAX_TEXT_LENGTH = 2000  # of what a model writes on from a prompt
+MAX_SOURCE_LENGTH = 100
 MAX_COUNT = 1 << 53
 """Of anything that is counted: beyond it JSON readers lose digits, and no honest run comes near."""
 
@@ -228,7 +231,21 @@ def report(told: Report) -> Report:
                 finite(told.metric or 0.0, of="the metric")
             else:
                 told = replace(told, held_out_loss=math.inf, metric=None)
+            told = replace(told, by_source=_by_source(told.by_source))
     return told
+
+
+def _by_source(told: tuple[SourceLoss, ...]) -> tuple[SourceLoss, ...]:
+    """Losses by source as people may see them; none where one is no number."""
+    at_most(told, MOST_SOURCES, of="sources")
+    for one in told:
+        count(one.tokens, of="the number of tokens")
+    if not all(math.isfinite(one.loss) for one in told):
+        return ()
+    return tuple(
+        replace(one, source=" ".join(printable(one.source, most=MAX_SOURCE_LENGTH).split()))
+        for one in told
+    )
 
 
 def reduced(told: Reduced, *, node_id: NodeId, round: int) -> Reduced:

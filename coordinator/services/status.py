@@ -395,6 +395,7 @@ def _held_out_loss(names: Mapping[NodeId, str], held_out: HeldOut) -> pb.HeldOut
             )
             for one in held_out.holders
         ],
+        by_source=[convert.to_wire(one, session_pb2.SourceLoss) for one in held_out.by_source],
     )
 
 
@@ -438,7 +439,8 @@ def data_status(state: SwarmState) -> pb.DataStatus:
     """What became of the samples so far."""
     waiting, common = free_again(state.ledger), common_corpus(state)
     return pb.DataStatus(
-        epoch_samples=0 if common is None else common.num_samples,
+        # Places of all holders' books, in samples of one of them, would be no epochs.
+        epoch_samples=0 if common is None or state.rules.has_private_data else common.num_samples,
         committed_samples=num_samples_of(state.ledger.committed),
         leased_samples=num_samples_of(state.ledger.leased),
         free_again_samples=num_samples_of(waiting),

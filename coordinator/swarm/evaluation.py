@@ -209,6 +209,7 @@ def evaluated(turn: Turn, node_id: NodeId, round: int, report: Evaluated) -> Non
         weight=turn.state.members[node_id].corpus.num_held_out_tokens or report.tokens,
         tokens=report.tokens,
         metric=report.metric,
+        by_source=report.by_source,
     )
     _wait_for(turn, [n for n in asked.node_ids if n != node_id], found=(*asked.found, own))
 
@@ -297,7 +298,13 @@ def _loss_of(state: SwarmState, asked: Evaluating) -> HeldOut:
     """Of private data the mean over held-out tokens of the holders' splits, of which they evaluate parts."""
     if not state.rules.has_private_data:
         one = middle_loss(state, asked.found)
-        return HeldOut(round=asked.round, loss=one.loss, tokens=one.tokens, metric=one.metric)
+        return HeldOut(
+            round=asked.round,
+            loss=one.loss,
+            tokens=one.tokens,
+            metric=one.metric,
+            by_source=one.by_source,
+        )
     found = sorted(asked.found, key=lambda one: one.node_id)
     weights = [one.weight for one in found]
     if not any(weights):  # nobody knows how much it has

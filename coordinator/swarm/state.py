@@ -37,6 +37,7 @@ from protocol.wire.rounds import (
     Planned,
     Result,
     Slice,
+    SourceLoss,
 )
 
 
@@ -166,6 +167,7 @@ class HolderLoss:
     weight: int  # tokens of its held-out split
     tokens: int  # evaluated
     metric: float | None = None
+    by_source: tuple[SourceLoss, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,6 +182,7 @@ class HeldOut:
     tokens: int
     metric: float | None = None
     holders: tuple[HolderLoss, ...] = ()  # by their nodes' ids; none where all have the same data
+    by_source: tuple[SourceLoss, ...] = ()  # where the data have several
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

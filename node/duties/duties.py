@@ -107,6 +107,7 @@ class Duties:
             exchange,
             session.report,
             batch=spec.inner.batch,
+            has_private_data=spec.data.private,
             is_last=lambda round: round >= rulings.spec_in(round).run.rounds,
         )
         self._checks = self._measuring.checks

@@ -40,7 +40,7 @@ from node.island.ranks.faults import (
 from node.outer_state import Vector
 from protocol.wire.findings import SpotChecked
 from protocol.wire.messages import Evaluated, EvaluationAsked, Report, Wrote
-from protocol.wire.rounds import AUDIT_ROUNDS, LEAST_CHECKED, CorpusSummary, NodeId
+from protocol.wire.rounds import AUDIT_ROUNDS, LEAST_CHECKED, MOST_SOURCES, CorpusSummary, NodeId
 
 log = structlog.get_logger()
 
@@ -364,10 +364,12 @@ class Measuring:
         report: Callable[[int, Report], None],
         *,
         batch: int,
+        has_private_data: bool,
         is_last: Callable[[int], bool],
     ) -> None:
         self._island = island
         self._report = report
+        self._has_private_data = has_private_data
         self._writing = Writing(island, report, is_last=is_last)
         self.checks = Checks(
             gains=partial(exchange.gains, losses_at=island.losses_at),
@@ -394,6 +396,8 @@ class Measuring:
                 held_out_loss=evaluation.loss,
                 tokens=evaluation.tokens,
                 metric=evaluation.metric,
+                # What a holder of private data calls their sources is nobody's business.
+                by_source=() if self._has_private_data else evaluation.by_source[:MOST_SOURCES],
             ),
         )
 

@@ -14,7 +14,7 @@ from typing import Protocol
 from node.outer_state import Vector
 from protocol.run.run_spec import ExchangeSection, RunSpec
 from protocol.run.schedule import Position, Schedule, Span
-from protocol.wire.rounds import CorpusSummary, Digest
+from protocol.wire.rounds import CorpusSummary, Digest, SourceLoss
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +92,7 @@ class Evaluation:
     loss: float  # nats per token
     tokens: int
     metric: float | None = None  # one of the run's own, where its function has one
+    by_source: tuple[SourceLoss, ...] = ()  # where the data have several
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,9 @@
 """The commands about the model itself: export, evaluate and sample. Heavy imports happen inside them."""
 
+import math
 import subprocess
 import sys
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,8 +14,11 @@ from node.cli import DIRECTORY
 from node.installed import require_installed
 from protocol.errors import NoInputError, SystemRefusedError, UsageError
 from protocol.files.leftovers import TemporaryFolder, remove_leftovers, temporary_directory
-from protocol.terminal.console import PathAtHome, printable
+from protocol.terminal.console import PathAtHome, print_json, printable
+from protocol.terminal.query import json_option
 from protocol.trust.credentials import find_home
+from protocol.wire.rounds import OTHER_SOURCES
+from protocol.wire.vitals import loss_in_words
 
 if TYPE_CHECKING:
     from node.kept import KeptModel
@@ -166,29 +171,59 @@ def _exported(
 @BASE
 @click.option(
     "--tasks",
-    required=True,
     metavar="NAMES",
     help="Names of lm-eval's tasks, with commas between them. 'lm-eval ls tasks' lists them.",
 )
+@click.option(
+    "--held-out",
+    is_flag=True,
+    help="Instead: its loss on the run's held-out samples, on the CPU, also by source.",
+)
+@click.option(
+    "--samples",
+    type=click.IntRange(min=1),
+    help="With --held-out: so many of them.  [default: as the run evaluates]",
+)
+@json_option
 def evaluate(
     options: tuple[str, ...],
     folder: Path | None,
     round: int | None,
     tokenizer: Path | None,
     base: str | None,
-    tasks: str,
+    tasks: str | None,
+    held_out: bool,
+    samples: int | None,
+    is_json: bool,
 ) -> None:
     """Measure the model of this node's newest round, or of an earlier one, with EleutherAI's lm-eval.
 
     The model is exported to a temporary folder below $TMPDIR, and adapters are added to their model. Its
-    OPTIONS go to lm-eval as they are.
+    OPTIONS go to lm-eval as they are. With --held-out nothing is exported, and lm-eval not needed.
 
     \b
     Examples:
       atoll evaluate --tasks arc_easy,hellaswag
       atoll evaluate --tasks mine --round 120 -- --include_path ./tasks --limit 100
+      atoll evaluate --held-out --samples 512
     """
     require_installed(to="evaluate a model")
+    if held_out:
+        _refuse_beside_held_out(
+            {"--tasks": tasks, "--": " ".join(options), "--tokenizer": tokenizer}
+        )
+        _measure_held_out(find_home(folder), round, base=base, samples=samples, is_json=is_json)
+        return
+    if tasks is None:
+        raise UsageError(
+            "nothing says what the model is measured on",
+            next_step="name lm-eval's tasks with --tasks, or the run's held-out samples with --held-out",
+        )
+    if samples is not None or is_json:
+        raise UsageError(
+            "--samples and --json belong to --held-out, and lm-eval has options of its own",
+            next_step="leave them out, as in --tasks mine -- --limit 100 --output_path out.json",
+        )
     _refuse_to_measure_what_has_no_text(find_home(folder), tokenizer)
     missing = [name for name in ("lm_eval", "transformers") if find_spec(name) is None]
     if missing:
@@ -223,6 +258,68 @@ def evaluate(
             f"lm-eval ended with {code}; its own words stand above",
             next_step="correct --tasks or the options behind --; 'lm-eval run --help' lists them",
         )
+
+
+def _refuse_beside_held_out(given: Mapping[str, object]) -> None:
+    for option, value in given.items():
+        if value:
+            raise UsageError(
+                f"{option} {value} is for lm-eval, which measures nothing with --held-out",
+                next_step="leave it out, or --held-out",
+            )
+
+
+def _measure_held_out(
+    home: Path, round: int | None, *, base: str | None, samples: int | None, is_json: bool
+) -> None:
+    from node.kept import kept_model, places_of
+    from protocol.terminal.logging import start_logging
+
+    start_logging(as_json=False)  # to standard error: a damaged snapshot is told there
+    model = kept_model(home, round)
+    from node.models.measuring import held_out_loss
+
+    count = samples or model.spec.evaluation.samples
+    digest = model.outer_digest.hex()
+    click.echo(
+        f"measuring round {model.round} ({digest[:12]}) on up to {count:,} held-out samples",
+        err=True,
+    )
+    places = places_of(home, base=base, typed_in=Path.cwd())
+    found = held_out_loss(model, places, samples=samples)
+    if is_json:
+        print_json(
+            {
+                "round": model.round,
+                "digest": digest,
+                "held_out_loss": _number(found.loss),
+                "held_out_metric": None if found.metric is None else _number(found.metric),
+                "tokens": found.tokens,
+                "by_source": [
+                    {"source": e.source, "loss": _number(e.loss), "tokens": e.tokens}
+                    for e in found.by_source
+                ],
+            }
+        )
+        return
+    metric = "" if found.metric is None else f", metric {found.metric:.4g}"
+    click.echo(f"held-out loss {loss_in_words(found.loss)}{metric}, of {found.tokens:,} tokens")
+    names = {
+        e.source: printable(e.source, most=LONGEST_SHOWN) or OTHER_SOURCES for e in found.by_source
+    }
+    width = max(map(len, names.values()), default=0)
+    for each in found.by_source:
+        click.echo(
+            f"  {names[each.source]:<{width}}  {loss_in_words(each.loss)}, of {each.tokens:,} tokens"
+        )
+
+
+def _number(value: float) -> float | None:
+    """JSON has no number for the loss of a ruined model."""
+    return value if math.isfinite(value) else None
+
+
+LONGEST_SHOWN = 40
 
 
 def _refuse_to_measure_what_has_no_text(home: Path, tokenizer: Path | None) -> None:

@@ -20,8 +20,9 @@ from protocol.terminal.node_words import (
     is_present,
     screening_in_words,
 )
+from protocol.v1 import session_pb2
 from protocol.v1 import status_pb2 as pb
-from protocol.wire.rounds import OWN_LOOP
+from protocol.wire.rounds import OTHER_SOURCES, OWN_LOOP
 from protocol.wire.vitals import loss_in_words
 
 PHASES: dict[pb.RunPhase.ValueType, tuple[str, str]] = {
@@ -260,6 +261,8 @@ def summary_line(status: pb.GetStatusResponse) -> str:
         parts.append(f"computing {share:.0%} of the time")
     if held_out := held_out_in_words(run):
         parts.append(f"held-out {held_out}")
+    if (epoch := epoch_shown(run)) > 1:
+        parts.append(f"epoch {epoch} of the data")
     num_ready = sum(node.state == pb.NODE_STATE_READY for node in status.nodes)
     parts.append(f"{num_ready} of {len(status.nodes)} nodes ready")
     parts.append(agreement_in_words(status))
@@ -321,6 +324,12 @@ def round_shown(run: pb.RunStatus) -> int:
     return run.open_round or run.committed_round
 
 
+def epoch_shown(run: pb.RunStatus) -> int:
+    """Which time the data are gone through, from 1; 0 where nobody knows how many samples there are."""
+    data = run.data
+    return (data.frontier - 1) // data.epoch_samples + 1 if data.epoch_samples else 0
+
+
 def held_out_in_words(run: pb.RunStatus) -> str:
     """The first and the latest held-out loss, nats per token; with bits a byte, metric and data holders."""
     losses = [held_out.loss for held_out in run.held_out_losses]
@@ -331,7 +340,7 @@ def held_out_in_words(run: pb.RunStatus) -> str:
     words += "" if bits is None else f", {bits:.3f} bits a byte"
     latest = run.held_out_losses[-1]
     words += f", metric {latest.metric:.4g}" if latest.HasField("metric") else ""
-    return words + holders_in_words(latest.holders)
+    return words + holders_in_words(latest.holders) + sources_in_words(latest.by_source)
 
 
 def holders_in_words(holders: Sequence[pb.HolderLoss]) -> str:
@@ -342,6 +351,19 @@ def holders_in_words(holders: Sequence[pb.HolderLoss]) -> str:
     if len(losses) > MOST_NAMED:
         return f" ({len(losses)} data holders, {loss_in_words(losses[0])} to {loss_in_words(losses[-1])})"
     named = (f"{one.node_name or one.node_id[:12]} {loss_in_words(one.loss)}" for one in holders)
+    return f" ({', '.join(named)})"
+
+
+def sources_in_words(by_source: Sequence[session_pb2.SourceLoss]) -> str:
+    """What the latest held-out loss is of each source of the data; empty where there is one alone."""
+    if not by_source:
+        return ""
+    losses = sorted(one.loss for one in by_source)
+    if len(losses) > MOST_NAMED:
+        return (
+            f" ({len(losses)} sources, {loss_in_words(losses[0])} to {loss_in_words(losses[-1])})"
+        )
+    named = (f"{one.source or OTHER_SOURCES} {loss_in_words(one.loss)}" for one in by_source)
     return f" ({', '.join(named)})"
 
 

@@ -28,6 +28,7 @@ from protocol.terminal.sinks import (
     open_sink,
     required,
 )
+from protocol.wire.rounds import OTHER_SOURCES
 
 if TYPE_CHECKING:
     from protocol.v1 import status_pb2 as pb
@@ -98,6 +99,8 @@ def rows_of(
         told = {"loss/held_out": one.loss}
         if one.HasField("metric"):
             told["loss/held_out_metric"] = one.metric
+        for own in one.by_source:
+            told[f"loss/held_out/{own.source or OTHER_SOURCES}"] = own.loss
         finite = {tag: value for tag, value in told.items() if math.isfinite(value)}
         values.setdefault(one.round, {}).update(finite)
     texts = {one.round: texts_of(one) for one in written}

@@ -35,6 +35,7 @@ from protocol.terminal.status_words import (
     backups_in_words,
     clock_in_words,
     compute_share,
+    epoch_shown,
     functions_in_words,
     held_out_in_words,
     mean_time_in_words,
@@ -126,6 +127,7 @@ def _loss_line(status: pb.GetStatusResponse) -> RenderableType:
         f"training {'-' if loss is None else loss_in_words(loss)}",
         f"   held-out {held_out_in_words(status.run) or '-'}",
         f"   {count_in_words(status.run.token_clock)} {counted_in_words(status.run)}",
+        f"   epoch {epoch}" if (epoch := epoch_shown(status.run)) > 1 else "",
         "" if share is None else f"   computing {share:.0%}",
     )
     return _labelled("loss", words)

@@ -1727,6 +1727,36 @@ class DrainingReport(_message.Message):
 Global___DrainingReport: _TypeAlias = DrainingReport  # noqa: Y015
 
 @_typing.final
+class SourceLoss(_message.Message):
+    """What the held-out samples of one source of the data say of the model."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SOURCE_FIELD_NUMBER: _builtins.int
+    LOSS_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    source: _builtins.str
+    """The source's name; empty for samples of no named one."""
+    loss: _builtins.float
+    """Mean loss, nats per token."""
+    tokens: _builtins.int
+    """Tokens evaluated."""
+    def __init__(
+        self,
+        *,
+        source: _builtins.str = ...,
+        loss: _builtins.float = ...,
+        tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["loss", b"loss", "source", b"source", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SourceLoss: _TypeAlias = SourceLoss  # noqa: Y015
+
+@_typing.final
 class EvaluatedReport(_message.Message):
     """The node has evaluated the outer state at the round."""
 
@@ -1735,22 +1765,28 @@ class EvaluatedReport(_message.Message):
     HELD_OUT_LOSS_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
     METRIC_FIELD_NUMBER: _builtins.int
+    BY_SOURCE_FIELD_NUMBER: _builtins.int
     held_out_loss: _builtins.float
     """Mean held-out loss, nats per token."""
     tokens: _builtins.int
     """Tokens evaluated."""
     metric: _builtins.float
     """What the run's own function measures beside the loss, if it does."""
+    @_builtins.property
+    def by_source(self) -> _containers.RepeatedCompositeFieldContainer[Global___SourceLoss]:
+        """Where the data have several sources, and are not private: each of which samples were evaluated."""
+
     def __init__(
         self,
         *,
         held_out_loss: _builtins.float = ...,
         tokens: _builtins.int = ...,
         metric: _builtins.float | None = ...,
+        by_source: _abc.Iterable[Global___SourceLoss] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_metric", b"_metric", "metric", b"metric"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_metric", b"_metric", "held_out_loss", b"held_out_loss", "metric", b"metric", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_metric", b"_metric", "by_source", b"by_source", "held_out_loss", b"held_out_loss", "metric", b"metric", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__metric: _TypeAlias = _typing.Literal["metric"]  # noqa: Y015
     _WhichOneofArgType__metric: _TypeAlias = _typing.Literal["_metric", b"_metric"]  # noqa: Y015

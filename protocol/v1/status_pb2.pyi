@@ -440,7 +440,7 @@ class DataStatus(_message.Message):
     FRONTIER_FIELD_NUMBER: _builtins.int
     SKIPPED_SAMPLES_FIELD_NUMBER: _builtins.int
     epoch_samples: _builtins.int
-    """Samples of one epoch, as the first node that attached counts them; 0 before."""
+    """Samples of one epoch, of the data of most weight; 0 where nobody has told of any, or data are private."""
     committed_samples: _builtins.int
     """Places whose training commits have taken, each counted once."""
     leased_samples: _builtins.int
@@ -523,6 +523,7 @@ class HeldOutLoss(_message.Message):
     TOKENS_FIELD_NUMBER: _builtins.int
     METRIC_FIELD_NUMBER: _builtins.int
     HOLDERS_FIELD_NUMBER: _builtins.int
+    BY_SOURCE_FIELD_NUMBER: _builtins.int
     round: _builtins.int
     """Round of the state."""
     loss: _builtins.float
@@ -535,6 +536,10 @@ class HeldOutLoss(_message.Message):
     def holders(self) -> _containers.RepeatedCompositeFieldContainer[Global___HolderLoss]:
         """Where data are private: each holder that answered."""
 
+    @_builtins.property
+    def by_source(self) -> _containers.RepeatedCompositeFieldContainer[_session_pb2.SourceLoss]:
+        """Where the data have several sources: each of which samples were evaluated."""
+
     def __init__(
         self,
         *,
@@ -543,10 +548,11 @@ class HeldOutLoss(_message.Message):
         tokens: _builtins.int = ...,
         metric: _builtins.float | None = ...,
         holders: _abc.Iterable[Global___HolderLoss] | None = ...,
+        by_source: _abc.Iterable[_session_pb2.SourceLoss] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_metric", b"_metric", "metric", b"metric"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_metric", b"_metric", "holders", b"holders", "loss", b"loss", "metric", b"metric", "round", b"round", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_metric", b"_metric", "by_source", b"by_source", "holders", b"holders", "loss", b"loss", "metric", b"metric", "round", b"round", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__metric: _TypeAlias = _typing.Literal["metric"]  # noqa: Y015
     _WhichOneofArgType__metric: _TypeAlias = _typing.Literal["_metric", b"_metric"]  # noqa: Y015

@@ -35,6 +35,7 @@ from protocol.wire.rounds import (
     Plan,
     Result,
     RosterEntry,
+    SourceLoss,
 )
 from protocol.wire.vitals import SHORT_WORDS, words_for_people
 
@@ -315,6 +316,7 @@ class Evaluated:
     held_out_loss: float
     tokens: int
     metric: float | None = None
+    by_source: tuple[SourceLoss, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -327,6 +327,22 @@ class LayoutSummary:
     fragment_elements: tuple[int, ...]
 
 
+MOST_SOURCES = 64
+"""Sources of a run's data that are told apart."""
+
+OTHER_SOURCES = "others"
+"""What people are told of samples of no named source."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceLoss:
+    """What the held-out samples of one source of the data say of the model."""
+
+    source: str  # its name; empty for samples of no named one
+    loss: float  # nats per token
+    tokens: int
+
+
 OWN_LOOP = "own loop"
 """The device of a node whose training is a program of its owner's: only that knows which it is."""
 

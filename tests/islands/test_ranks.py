@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import multiprocessing
 import os
 import signal
@@ -27,8 +28,9 @@ from node.island.ranks.launcher import ProcessIsland, RanksHere
 from node.outer_state import SharedVectors
 from protocol.errors import ConfigError, NoInputError
 from protocol.run.models import layout_of
-from protocol.run.run_spec import ExchangeSection, RunSpec
-from tests.islands.rank_scene import small_spec
+from protocol.run.run_spec import EvaluationSection, ExchangeSection, RunSpec
+from tests.islands.rank_scene import initial_vectors, small_spec
+from tests.unit.tokens_scene import prepared, spec_of
 from tests.unit.work_scene import inner_work
 
 ENDLESS = 1_000_000
@@ -170,6 +172,31 @@ async def test_two_ranks_train_and_evaluate_like_one(
     np.testing.assert_allclose(
         vectors.published, await trained_inline(spec, vectors, folder), atol=2e-4
     )
+
+
+async def test_two_ranks_tell_the_loss_of_each_source_as_one_does(tmp_path: Path) -> None:
+    """Of the rare source there is one sample less than there are ranks: the other rank has none."""
+    for name, count in (("often", 60), ("rare", 1)):
+        lines = [json.dumps({"text": f"{name} {i} " * 3}) + "\n" for i in range(count)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
+    exams = tuple(str(tmp_path / f"{name}.jsonl") for name in ("often", "rare"))
+    (tmp_path / "a.txt").write_text("to be or not to be " * 40)
+    prepared(tmp_path / "a.txt", out=tmp_path / "out", held_out_inputs=exams)
+    spec = spec_of(tmp_path / "out").model_copy(
+        update={"evaluation": EvaluationSection(samples=1 << 20)}
+    )
+    found = []
+    with initial_vectors(spec.model) as vectors:
+        for ranks in (2, 1):
+            async with running(spec, vectors, tmp_path, ranks=ranks) as island:
+                found.append(await island.evaluate())
+    two, one = found
+    assert [each.source for each in one.by_source] == ["often", "rare"]
+    assert one.by_source[1].tokens == spec.model.context
+    assert two.loss == pytest.approx(one.loss, abs=1e-5)
+    for ours, theirs in zip(two.by_source, one.by_source, strict=True):
+        assert (ours.source, ours.tokens) == (theirs.source, theirs.tokens)
+        assert ours.loss == pytest.approx(theirs.loss, abs=1e-5)
 
 
 async def test_ranks_take_over_a_fragment_and_evaluate_without_losing_their_own(

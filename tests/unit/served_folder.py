@@ -1,5 +1,6 @@
 """A web server for a folder, with ranges, which can misbehave; and a certificate that nobody knows."""
 
+import gzip
 import ssl
 import threading
 from collections.abc import Iterator
@@ -25,6 +26,13 @@ class Served:
         self.cuts = 0
         """So many answers end before half of their bytes."""
         self.knows_ranges = True
+        self.says_length = True
+        self.packs = False
+        """Answers are compressed, whoever asks."""
+        self.pages = 0
+        """So many answers are a web page, as of a login."""
+        self.moved_to = ""
+        """An address that answers name in place of the file."""
         served = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -35,16 +43,36 @@ class Served:
                     served.failures -= 1
                     self.send_error(503)
                     return
+                if served.moved_to:
+                    self.send_response(302)
+                    self.send_header("Location", f"{served.moved_to}/{name}")
+                    self.end_headers()
+                    return
+                if served.pages:
+                    served.pages -= 1
+                    self.send_response(200)
+                    self.send_header("Content-Type", "text/html; charset=utf-8")
+                    self.end_headers()
+                    self.wfile.write(b"\n<!DOCTYPE html><title>Please log in</title>")
+                    return
                 path = folder / name
                 if not path.is_file():
                     self.send_error(404)
                     return
                 content = path.read_bytes()
+                whole = len(content)
                 if served.knows_ranges:
                     first, last = (int(each) for each in span.removeprefix("bytes=").split("-"))
                     content = content[first : last + 1]
                 self.send_response(206 if served.knows_ranges else 200)
-                self.send_header("Content-Length", str(len(content)))
+                if served.knows_ranges:
+                    last = first + len(content) - 1
+                    self.send_header("Content-Range", f"bytes {first}-{last}/{whole}")
+                if served.packs:
+                    content = gzip.compress(content)
+                    self.send_header("Content-Encoding", "gzip")
+                if served.says_length:
+                    self.send_header("Content-Length", str(len(content)))
                 self.end_headers()
                 if served.cuts:
                     served.cuts -= 1

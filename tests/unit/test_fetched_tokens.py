@@ -274,6 +274,50 @@ def test_a_connection_that_is_cut_in_the_middle_of_a_piece_is_no_damage_and_trie
             fetched_from(served.url, spec_of(folder), tmp_path / "other")
 
 
+def test_a_cut_is_no_damage_where_the_server_says_no_length_either(
+    folder: Path, tmp_path: Path
+) -> None:
+    with serving(folder) as served:
+        served.says_length = False
+        served.cuts = 1  # of the manifest
+        dataset = fetched_from(served.url, spec_of(folder), tmp_path)
+        served.cuts = fetching.NUM_TRIES - 1
+        assert same(dataset, here(folder))
+
+
+def test_a_server_that_names_another_address_is_followed(folder: Path, tmp_path: Path) -> None:
+    with serving(folder) as far, serving(folder) as served:
+        served.moved_to = far.url
+        assert same(fetched_from(served.url, spec_of(folder), tmp_path), here(folder))
+        assert far.of_tokens() == served.of_tokens() != []
+        assert all(span for _, span in far.asked)
+
+
+def test_a_web_page_in_place_of_a_file_is_called_so_and_tried_again(
+    folder: Path, tmp_path: Path
+) -> None:
+    with serving(folder) as served:
+        served.pages = 1  # of the manifest
+        dataset = fetched_from(served.url, spec_of(folder), tmp_path)
+        served.pages = fetching.NUM_TRIES - 1
+        assert same(dataset, here(folder))
+        served.pages = 10**6
+        with pytest.raises(OriginAwayError, match="a web page comes instead, from http://127"):
+            fetched_from(served.url, spec_of(folder), tmp_path / "other")
+
+
+def test_what_a_server_compresses_is_not_called_damaged(folder: Path, tmp_path: Path) -> None:
+    with serving(folder) as served:
+        dataset = fetched_from(served.url, spec_of(folder), tmp_path)
+        served.packs = True
+        for read in (
+            lambda: everything(dataset),
+            lambda: fetched_from(served.url, spec_of(folder), tmp_path / "other"),
+        ):
+            with pytest.raises(BadDataError, match="is served with Content-Encoding gzip"):
+                read()
+
+
 def test_a_certificate_that_nobody_here_knows_is_told_at_once_with_what_makes_it_known(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from node.island.data import preparing
 from node.island.data.inputs import input_files, passed_over
+from node.island.data.shard_plan import Wanted
 from protocol.errors import NoInputError
 from tests.unit.tokens_scene import documents_of, prepared, write_jsonl
 
@@ -23,7 +24,7 @@ def test_files_of_a_folder_that_are_not_read_are_told(tmp_path: Path) -> None:
     said: list[str] = []
 
     def prepare_into(name: str) -> None:
-        wanted = preparing.Wanted(inputs=(str(tmp_path / "in"),), out=tmp_path / name, held_out=0.2)
+        wanted = Wanted(inputs=(str(tmp_path / "in"),), out=tmp_path / name, held_out=0.2)
         preparing.prepare(wanted, on_state=lambda state: None, say=said.append)
 
     prepare_into("alone")

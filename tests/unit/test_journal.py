@@ -1,13 +1,16 @@
 """What is news to who runs a swarm, down to the phases of rounds."""
 
+from dataclasses import replace
+
 from coordinator.dashboard.news_file import sentence_of
 from coordinator.journal import News, farewell, news_of
 from coordinator.swarm.events import Started, StreamBroken, Ticked
+from coordinator.swarm.ledger import num_reached
 from coordinator.swarm.state import SwarmState
 from coordinator.swarm.transition import Transition
 from protocol.wire.messages import RefetchAsked
 from protocol.wire.rounds import Digest, NodeId
-from tests.unit.swarm_scene import INITIAL, Scene, digest_of
+from tests.unit.swarm_scene import CORPUS, INITIAL, Scene, digest_of
 
 
 class ToldScene(Scene):
@@ -137,3 +140,20 @@ def test_a_round_goes_on_without_those_that_should_have_trained_and_never_withou
 
     assert missed("a", "b") == []
     assert missed("a") == ["b"]
+
+
+def test_that_the_data_begins_anew_is_told_once_for_each_epoch() -> None:
+    scene = ToldScene()
+    scene.attach("a", corpus=replace(CORPUS, num_samples=NUM_SAMPLES))
+    epochs = 1
+    while num_reached(scene.state.ledger) <= 3 * NUM_SAMPLES:
+        assert len([one for one in scene.news if one.what == BEGINS_ANEW]) == epochs - 1
+        scene.run_round("a")
+        epochs = (num_reached(scene.state.ledger) - 1) // NUM_SAMPLES + 1
+    told = [one for one in scene.news if one.what == BEGINS_ANEW]
+    assert [one.facts["epoch"] for one in told] == [2, 3, 4]
+    assert sentence_of(told[0]) == ("The data begins anew in another order: epoch 2 of 12 samples")
+
+
+BEGINS_ANEW = "the data begins anew"
+NUM_SAMPLES = 12

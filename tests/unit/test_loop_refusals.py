@@ -3,11 +3,13 @@
 import asyncio
 import json
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import atoll
 from node.island.loops.door import SOCKET_FILE
@@ -219,3 +221,51 @@ def test_a_word_is_read_strictly_and_refused_in_a_sentence() -> None:
         word_of(json.dumps({**hello, "rank": "0"}).encode())
     with pytest.raises(ValueError, match="kind"):
         word_of(b'{"kind": "pickle"}')
+
+
+class Leased(IterableDataset[torch.Tensor]):
+    """What people write who want a DataLoader around the leased samples."""
+
+    def __init__(self, swarm: atoll.Swarm) -> None:
+        self._swarm = swarm
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return self._swarm.samples()
+
+
+async def test_a_worker_of_a_loader_that_asks_for_samples_is_refused_and_the_loop_goes_on(
+    tmp_path: Path,
+) -> None:
+    def train(swarm: atoll.Swarm) -> list[list[int]]:
+        loader = DataLoader(Leased(swarm), batch_size=None, num_workers=1)
+        with pytest.raises(atoll.SamplesError, match="num_workers=0"):
+            next(iter(loader))
+        return [numbers for _, numbers in steps_on_samples(swarm)]
+
+    async with scene(tmp_path) as one:
+        thread = await one.joined(train)
+        report = await one.train(work())
+        assert report.inner_steps == work().inner_steps
+        await one.stops(thread)
+        (numbers,) = one.ended
+        assert len(numbers) == report.inner_steps
+
+
+async def test_a_loader_that_takes_leased_numbers_for_its_batches_trains_each_once(
+    tmp_path: Path,
+) -> None:
+    def train(swarm: atoll.Swarm) -> list[int]:
+        seen: list[int] = []
+        dataset = TensorDataset(torch.arange(1 << 20))
+        loader = DataLoader(dataset, batch_sampler=swarm.samples())  # type: ignore[arg-type] # tensors count like lists
+        for (batch,) in loader:
+            seen += batch.tolist()
+            swarm.step(loss=1.0)
+        return seen
+
+    async with scene(tmp_path) as one:
+        thread = await one.joined(train)
+        report = await one.train(work())
+        await one.stops(thread)
+        (seen,) = one.ended
+        assert len(set(seen)) == len(seen) == report.samples

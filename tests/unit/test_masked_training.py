@@ -47,6 +47,9 @@ class Masked:
     def expect(self, split: Split, indices: Indices) -> None:
         pass
 
+    def held_out_by_source(self, indices: Indices) -> dict[str, Indices]:
+        return {"": indices}
+
     def summary(self) -> CorpusSummary:
         return CorpusSummary(digest=Digest(bytes(32)), num_samples=self.num_samples, num_bytes=1)
 

@@ -16,12 +16,13 @@ import pytest
 from tokenizers import Tokenizer
 
 from node.island.data import documents as reading
-from node.island.data import preparing
+from node.island.data import preparing, shard_plan
 from node.island.data.command import HOW_TO_GO_ON
 from node.island.data.documents import documents_of as read_documents
 from node.island.data.documents import parts_of
 from node.island.data.manifest import State, read_manifest
 from node.island.data.records import Document
+from node.island.data.shard_plan import Wanted
 from node.island.data.shard_writing import HASHES, hash_of
 from protocol.errors import (
     BadDataError,
@@ -47,8 +48,8 @@ from tests.unit.tokens_scene import (
 @pytest.fixture
 def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shards of a few kilobytes, so that little input makes several."""
-    monkeypatch.setattr(preparing, "LEAST_SHARD_BYTES", 4096)
-    monkeypatch.setattr(preparing, "SHARDS_AIMED_AT", 1 << 30)
+    monkeypatch.setattr(shard_plan, "LEAST_SHARD_BYTES", 4096)
+    monkeypatch.setattr(shard_plan, "SHARDS_AIMED_AT", 1 << 30)
 
 
 def every_document(folder: Path) -> list[bytes]:
@@ -153,9 +154,7 @@ def test_a_preparation_that_was_ended_goes_on_from_its_finished_shards(
         if state.done_bytes > 5000:
             raise InterruptedByTestError
 
-    wanted = preparing.Wanted(
-        inputs=(str(tmp_path / "a.jsonl"),), out=tmp_path / "out", held_out=0.2
-    )
+    wanted = Wanted(inputs=(str(tmp_path / "a.jsonl"),), out=tmp_path / "out", held_out=0.2)
     with pytest.raises(InterruptedByTestError):
         preparing.prepare(wanted, on_state=interrupt, say=print)
     assert not (tmp_path / "out").exists()
@@ -179,9 +178,7 @@ def test_another_input_begins_anew_and_says_so(tmp_path: Path, small_shards: Non
     (work / "identity").write_text("of something else")
     (work / "00000.receipt").write_text("{}")
     said: list[str] = []
-    wanted = preparing.Wanted(
-        inputs=(str(tmp_path / "a.jsonl"),), out=tmp_path / "out", held_out=0.2
-    )
+    wanted = Wanted(inputs=(str(tmp_path / "a.jsonl"),), out=tmp_path / "out", held_out=0.2)
     preparing.prepare(wanted, on_state=lambda state: None, say=said.append)
     assert "starts anew" in said[0]
     assert len(every_document(tmp_path / "out")) == 30
@@ -196,7 +193,7 @@ def test_a_file_that_is_changed_while_it_is_read_is_named(tmp_path: Path) -> Non
         with (tmp_path / "b.jsonl").open("a") as file:
             file.write(json.dumps({"text": "more"}) + "\n")
 
-    wanted = preparing.Wanted(inputs=(str(tmp_path / "*.jsonl"),), out=tmp_path / "out")
+    wanted = Wanted(inputs=(str(tmp_path / "*.jsonl"),), out=tmp_path / "out")
     preparing.prepare(wanted, on_state=write_more, say=said.append)
     assert len(said) == 1 and said[0].startswith(
         f"warning: {tmp_path / 'b.jsonl'} was changed while"
@@ -508,9 +505,7 @@ def test_two_preparations_of_one_folder_do_not_mix(tmp_path: Path) -> None:
         with pytest.raises(SystemRefusedError, match="another 'atoll data prepare'"):
             prepared(tmp_path / "a.jsonl", out=tmp_path / "out")
 
-    wanted = preparing.Wanted(
-        inputs=(str(tmp_path / "a.jsonl"),), out=tmp_path / "out", held_out=0.2
-    )
+    wanted = Wanted(inputs=(str(tmp_path / "a.jsonl"),), out=tmp_path / "out", held_out=0.2)
     preparing.prepare(wanted, on_state=again, say=print)
     assert read_manifest(tmp_path / "out").num_tokens("training")
 

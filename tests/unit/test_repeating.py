@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from node.island.data import preparing
+from node.island.data import shard_plan
 from node.island.data.manifest import read_manifest
 from protocol.errors import ExitCode, UsageError
 from protocol.terminal import cli, console
@@ -28,8 +28,8 @@ def test_sources_are_repeated_and_thinned(
     is_cut: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if is_cut:
-        monkeypatch.setattr(preparing, "LEAST_SHARD_BYTES", 2048)
-        monkeypatch.setattr(preparing, "SHARDS_AIMED_AT", 1 << 30)
+        monkeypatch.setattr(shard_plan, "LEAST_SHARD_BYTES", 2048)
+        monkeypatch.setattr(shard_plan, "SHARDS_AIMED_AT", 1 << 30)
     write_sources(tmp_path, code=400, web=400, book=50)
     repeated = ((str(tmp_path / "code.jsonl"), 2.25), (str(tmp_path / "web*"), 0.25))
     made = prepared(tmp_path, out=tmp_path / "out", repeated=repeated, held_out=0.1)
@@ -79,8 +79,8 @@ def test_of_a_single_document_that_is_repeated_the_end_is_held_out_once(tmp_path
 def test_what_is_repeated_does_not_depend_on_the_processes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preparing, "LEAST_SHARD_BYTES", 2048)
-    monkeypatch.setattr(preparing, "SHARDS_AIMED_AT", 1 << 30)
+    monkeypatch.setattr(shard_plan, "LEAST_SHARD_BYTES", 2048)
+    monkeypatch.setattr(shard_plan, "SHARDS_AIMED_AT", 1 << 30)
     write_sources(tmp_path, code=200, web=200)
     repeated = ((str(tmp_path / "code.jsonl"), 1.5),)
     one, two = (

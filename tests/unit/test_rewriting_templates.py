@@ -244,8 +244,8 @@ def test_documents_of_a_conversation_stay_in_its_split_and_are_counted(
 def test_what_becomes_of_conversations_depends_on_no_number_of_processes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("node.island.data.preparing.LEAST_SHARD_BYTES", 4096)
-    monkeypatch.setattr("node.island.data.preparing.SHARDS_AIMED_AT", 1 << 30)
+    monkeypatch.setattr("node.island.data.shard_plan.LEAST_SHARD_BYTES", 4096)
+    monkeypatch.setattr("node.island.data.shard_plan.SHARDS_AIMED_AT", 1 << 30)
     folder = chat_folder(tmp_path, FORGETTING)
     write_talks(tmp_path / "a.jsonl")
     one, two = (

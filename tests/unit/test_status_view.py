@@ -371,6 +371,17 @@ def test_a_score_of_a_loop_below_zero_is_told_in_no_bits_and_a_small_loss_in_its
     assert "bits" not in told
 
 
+@pytest.mark.parametrize(
+    ("reached", "said"), [(0, ""), (1000, ""), (1001, "epoch 2"), (2001, "epoch 3")]
+)
+def test_it_says_which_time_the_data_are_gone_through(reached: int, said: str) -> None:
+    data = status_pb2.DataStatus(epoch_samples=1000, frontier=reached)
+    status = a_status(data=data)
+    for told in (drawn(status, width=120), summary_line(status)):
+        assert said in told and (said or "epoch" not in told)
+    assert "epoch" not in drawn(a_status(data=status_pb2.DataStatus(frontier=5)), width=120)
+
+
 def test_the_latest_loss_of_private_data_is_told_of_each_holder_or_from_the_least_to_the_most() -> (
     None
 ):

@@ -34,6 +34,7 @@ from protocol.wire.rounds import (
     Digest,
     NodeId,
     PeerAddress,
+    SourceLoss,
 )
 from protocol.wire.vitals import LinkRates
 from tests.unit.swarm_scene import PLAIN_RULES
@@ -121,6 +122,10 @@ def with_leases_until(state: SwarmState, time: float) -> SwarmState:
     return replace(state, members=members)
 
 
+SOURCES = (
+    SourceLoss(source="code", loss=5.0, tokens=32),
+    SourceLoss(source="", loss=6.0, tokens=32),
+)
 TWO_ROUNDS: list[Event] = [
     attached(A),
     HeartbeatSeen(
@@ -131,7 +136,7 @@ TWO_ROUNDS: list[Event] = [
         rates=LinkRates(up_bytes_per_second=1e6),
     ),
     attached(B),
-    Reported(node_id=A, round=0, report=Evaluated(held_out_loss=5.5, tokens=64)),
+    Reported(node_id=A, round=0, report=Evaluated(held_out_loss=5.5, tokens=64, by_source=SOURCES)),
     Reported(node_id=A, round=0, report=Wrote(texts=("a text",))),
     *reports_up_to_commit(1),
     *applied(1),
@@ -154,7 +159,8 @@ def test_the_played_rounds_reach_every_table() -> None:
     """Keeps the test above honest: a state without rounds would come back whole as well."""
     state = play(Store.in_memory(), initial_state(RULES, RUN), TWO_ROUNDS)
     assert state.open_round is not None and state.open_round.commit is not None
-    assert state.last_closed is not None and state.held_out and state.written
+    assert state.last_closed is not None and state.written
+    assert [each.by_source for each in state.held_out] == [SOURCES]
     assert state.ledger.committed and state.ledger.frontier()
     assert state.members[A].inner_steps_per_second
 

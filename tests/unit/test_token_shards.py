@@ -24,8 +24,8 @@ HERE = DataPlaces(folder=Path("/"))
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Tokens in several shards, with a tokenizer."""
-    monkeypatch.setattr("node.island.data.preparing.LEAST_SHARD_BYTES", 4096)
-    monkeypatch.setattr("node.island.data.preparing.SHARDS_AIMED_AT", 1 << 30)
+    monkeypatch.setattr("node.island.data.shard_plan.LEAST_SHARD_BYTES", 4096)
+    monkeypatch.setattr("node.island.data.shard_plan.SHARDS_AIMED_AT", 1 << 30)
     write_jsonl(tmp_path / "a.jsonl", 60)
     tokenizer = write_tokenizer(tmp_path / "tokenizer")
     prepared(tmp_path / "a.jsonl", out=tmp_path / "out", tokenizer=tokenizer)

@@ -300,12 +300,16 @@ def test_a_held_out_loss_belongs_to_its_round_and_comes_once() -> None:
         pb.HeldOutLoss(round=0, loss=5.0),
         pb.HeldOutLoss(round=2, loss=4.0, metric=0.5),
     ]
+    run.losses[1].by_source.add(source="code", loss=3.0)
+    run.losses[1].by_source.add(source="", loss=6.0)
     note = Note(swarm_id=SWARM, tool="wandb")
     rows, after = rows_of(run.rounds, run.status(), note)
     assert [row.round for row in rows] == [0, 1, 2, 3]
     assert rows[0].values == {"loss/held_out": 5.0}
     assert rows[2].values["loss/held_out"] == 4.0
     assert rows[2].values["loss/held_out_metric"] == 0.5
+    assert rows[2].values["loss/held_out/code"] == 3.0
+    assert rows[2].values["loss/held_out/others"] == 6.0
     assert rows_of([], run.status(), after) == ([], after)
 
 

@@ -16,7 +16,8 @@ from node.island.data.manifest import (
     pieces_of_file,
     read_manifest,
 )
-from node.island.data.preparing import Prepared, Wanted, prepare
+from node.island.data.preparing import Prepared, prepare
+from node.island.data.shard_plan import Wanted
 from protocol.run.models import DecoderModel
 from protocol.run.run_spec import DataSection, InnerSection, RunSpec
 
@@ -87,8 +88,8 @@ def cut_into_pieces(folder: Path, piece_bytes: int) -> None:
 def small_shards(place: Path, *, piece_bytes: int) -> Path:
     """A folder of tokens, which are bytes, in some shards of several pieces."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("node.island.data.preparing.LEAST_SHARD_BYTES", 4096)
-        patch.setattr("node.island.data.preparing.SHARDS_AIMED_AT", 1 << 30)
+        patch.setattr("node.island.data.shard_plan.LEAST_SHARD_BYTES", 4096)
+        patch.setattr("node.island.data.shard_plan.SHARDS_AIMED_AT", 1 << 30)
         write_jsonl(place / "a.jsonl", 60)
         prepared(place / "a.jsonl", out=place / "out")
     cut_into_pieces(place / "out", piece_bytes)

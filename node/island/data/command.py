@@ -11,17 +11,23 @@ from typing import TYPE_CHECKING
 import click
 
 from node.installed import READING, require_installed
+from node.island.data.telling import (
+    PIECES,
+    counted,
+    tell,
+    tell_several,
+    tell_sources,
+    warn_of_names,
+)
 from protocol.errors import NoInputError, UsageError
-from protocol.files.durable import as_typed
 from protocol.service.limits import usable_cores
 from protocol.terminal import console
 from protocol.terminal.console import PathAtHome
 
 if TYPE_CHECKING:
     from node.island.data.foreign import Adopted
-    from node.island.data.manifest import Manifest, Split, State
-    from node.island.data.preparing import Wanted
-    from node.island.data.shard_writing import InSeveral, Named
+    from node.island.data.manifest import Split, State
+    from node.island.data.shard_plan import Wanted
     from node.island.data.showing import Shown
 
 LINE_SECONDS = 10.0
@@ -83,6 +89,12 @@ def _share_or_files(held_out: tuple[str, ...]) -> tuple[float, tuple[str, ...]]:
     help="How often documents of some of the files are trained on: 2.5, or 0.3 for some of them.",
 )
 @click.option(
+    "--add-to",
+    type=PathAtHome(path_type=Path),
+    metavar="FOLDER",
+    help="Tokens to which these are added: --out gets both, and FOLDER stays as it is.",
+)
+@click.option(
     "--pack",
     type=click.IntRange(8, 1 << 20),
     metavar="CONTEXT",
@@ -107,6 +119,7 @@ def prepare(
     field: str,
     held_out: tuple[str, ...],
     repeat: tuple[str, ...],
+    add_to: Path | None,
     pack: int | None,
     vocab_size: int | None,
     token_bytes: str | None,
@@ -128,7 +141,7 @@ def prepare(
     """
     require_installed(READING, to="prepare data")
     from node.island.data.foreign import Adopted
-    from node.island.data.preparing import Wanted
+    from node.island.data.shard_plan import Wanted
     from protocol.files.durable import toml_value
 
     toml_value(out)  # refused here and not after hours: a run file is to name it
@@ -140,11 +153,21 @@ def prepare(
         )
     share, held_out_inputs = _share_or_files(held_out)
     repeated = tuple(map(_repetition, repeat))
+    if add_to is not None:
+        _refuse(
+            {"--held-out": " ".join(held_out) or None},
+            because=f"has no effect: what is held out goes on as in {add_to}",
+            next_step="leave it out, or prepare all of the text anew",
+        )
     tokens = _files_of_tokens(inputs, but_for=held_out_inputs)
     jobs = jobs or usable_cores()
     if tokens:
         _refuse(
-            {"--pack": pack, "--repeat": " ".join(repeat) or None},
+            {
+                "--pack": pack,
+                "--repeat": " ".join(repeat) or None,
+                "--add-to": None if add_to is None else str(add_to),
+            },
             because="arranges documents anew, and tokens of other software are read as they are",
             next_step="leave it out, or prepare the text itself",
         )
@@ -183,6 +206,7 @@ def prepare(
             held_out_inputs=held_out_inputs,
             repeated=repeated,
             row=None if pack is None else pack + 1,
+            add_to=add_to,
             jobs=jobs,
         )
     )
@@ -195,7 +219,7 @@ def _adopt(adopted: "Adopted") -> None:
     progress = _Progress("prepared")
     manifest = adopt(adopted, on_state=progress.show)
     progress.end()
-    _tell(adopted.out, manifest)
+    tell(adopted.out, manifest)
 
 
 def _prepare(wanted: "Wanted") -> None:
@@ -209,13 +233,13 @@ def _prepare(wanted: "Wanted") -> None:
         )
     progress.end()
     if wanted.repeated:
-        _tell_sources(wanted.repeated, made.tokens_of)
+        tell_sources(wanted.repeated, made.tokens_of)
     if made.in_several.num_conversations:
-        _tell_several(made.in_several)
-    _warn_of_names(made.named)
+        tell_several(made.in_several)
+    warn_of_names(made.named)
     if made.not_utf8:
         click.echo(
-            f"warning: {_counted(len(made.not_utf8), 'document is', 'documents are')} not UTF-8, as "
+            f"warning: {counted(len(made.not_utf8), 'document is', 'documents are')} not UTF-8, as "
             f"{made.not_utf8[0]}: the bytes are learned as they stand; convert the file, as "
             "'iconv -f ISO-8859-1 -t UTF-8'",
             err=True,
@@ -226,9 +250,10 @@ def _prepare(wanted: "Wanted") -> None:
             "for, and what it says is lost; take a tokenizer that falls back to bytes",
             err=True,
         )
-    _tell(
+    tell(
         wanted.out,
         made.manifest,
+        added=None if wanted.add_to is None else (made.new, wanted.add_to),
         num_files=made.num_files,
         num_empty=made.num_empty,
         num_held_out_too=made.num_held_out_too,
@@ -261,66 +286,6 @@ def _repetition(text: str) -> tuple[str, float]:
 MOST_TIMES = 100
 
 
-def _tell_sources(repeated: tuple[tuple[str, float], ...], tokens_of: dict[str, int]) -> None:
-    """What is trained on of each source, and its share of the whole."""
-    total = sum(tokens_of.values())
-    named = {pattern: f"{pattern}, {times:g} times" for pattern, times in repeated}
-    for source, num_tokens in tokens_of.items():
-        if source or num_tokens:
-            click.echo(
-                f"{named.get(source, 'others, once')}: {console.count_in_words(num_tokens)} tokens to train "
-                f"on, {num_tokens / total:.1%} of all"
-            )
-
-
-def _warn_of_cuts(context: int | None, num_cut: int) -> None:
-    """Of answers that are learned without what asks for them."""
-    if context is None:
-        click.echo(
-            "warning: samples cut through conversations, so that answers are learned without what asks for "
-            "them; prepare them with --pack CONTEXT, which keeps them whole",
-            err=True,
-        )
-    elif num_cut:
-        click.echo(
-            f"warning: {num_cut:,} pieces begin within a document that is longer than {context:,} tokens, "
-            "and what they answer is learned without what asks for it; pack them for a longer context, or "
-            "leave them out",
-            err=True,
-        )
-
-
-def _tell_several(several: "InSeveral") -> None:
-    """What such a chat template costs, once for all."""
-    click.echo(
-        f"{several.num_conversations:,} conversations became {several.num_documents:,} documents with "
-        f"{several.num_tokens / several.num_tokens_once:.1f} times their tokens: their chat template writes "
-        "earlier answers otherwise once others follow"
-    )
-
-
-def _counted(number: int, one: str, many: str) -> str:
-    return f"{number:,} {one if number == 1 else many}"
-
-
-def _warn_of_names(named: "Named") -> None:
-    """Of special tokens that somebody has written out by their names."""
-    if named.num_texts:
-        click.echo(
-            f"warning: {_counted(named.num_texts, 'text has', 'texts have')} the name of a special token, as "
-            f"{named.in_text}: there it is letters and not that token; let a chat template write the tokens "
-            "of conversations, which records have as 'messages'",
-            err=True,
-        )
-    if named.num_conversations:
-        have = _counted(named.num_conversations, "conversation has", "conversations have")
-        click.echo(
-            f"warning: {have} the name of a special token in what is said, as {named.in_conversation}: there "
-            "it is that token, and may end a turn or begin another; remove it",
-            err=True,
-        )
-
-
 @contextmanager
 def _kept_when_interrupted(progress: "_Progress") -> Iterator[None]:
     """SIGTERM, which batch systems send, ends it as Ctrl-C does, its processes too; both say how to go on."""
@@ -351,50 +316,6 @@ def _files_of_tokens(inputs: tuple[str, ...], *, but_for: tuple[str, ...] = ()) 
             next_step="prepare the one and the other apart",
         )
     return tokens
-
-
-def _tell(
-    out: Path,
-    manifest: "Manifest",
-    *,
-    num_files: int | None = None,
-    num_empty: int = 0,
-    num_held_out_too: int = 0,
-    num_cut: int = 0,
-) -> None:
-    """What was made, and the lines of the run file that name it."""
-    from node.island.data.preparing import as_run_file
-
-    trained, kept_back = manifest.num_tokens("training"), manifest.num_tokens("held_out")
-    num_documents = sum(s.num_documents for s in (*manifest.training, *manifest.held_out))
-    *_, pieces = _PIECES[manifest.row is not None]
-    files = "" if num_files is None else f" from {num_files:,} file{'s' * (num_files != 1)}"
-    left_out = f"; {num_empty:,} without text left out" if num_empty else ""
-    if num_held_out_too:
-        left_out += f"; {num_held_out_too:,} left out of training, as they are held out too"
-    click.echo(
-        f"{out}: {console.count_in_words(trained)} tokens to train on and "
-        f"{console.count_in_words(kept_back)} held out, of {num_documents:,} {pieces}{files}{left_out}"
-    )
-    if kept_back > trained:
-        click.echo(
-            "warning: more is held out than there is to train on, as whole documents are; prepare more of "
-            "them, or name those that are held out: --held-out FILE",
-            err=True,
-        )
-    if manifest.has_answers:
-        _warn_of_cuts(None if manifest.row is None else manifest.row - 1, num_cut)
-    click.echo(f"next: atoll init my-run --data {as_typed(out)}; or in a run file of yours:\n")
-    click.echo(as_run_file(out, manifest), nl=False)
-    if manifest.has_answers:
-        click.echo("across_documents = false")
-    if manifest.tokenizer_digest is not None:
-        click.echo(
-            f"# or, where each node has tokens of its own: private = true, and instead of paths and "
-            f'digest\n# tokenizer = "{manifest.tokenizer_digest}"'
-        )
-    context = "" if manifest.row is None else f"\ncontext = {manifest.row - 1}"
-    click.echo(f"\n[model]\nvocab_size = {manifest.vocab_size}{context}")
 
 
 @click.command()
@@ -431,9 +352,9 @@ def show(folder: Path, held_out: bool, numbers: tuple[int, ...], whole: bool) ->
             f"{folder} has no documents that are {'held out' if held_out else 'trained on'}",
             next_step="show the others, without --held-out" if held_out else "add --held-out",
         )
-    piece, one, many = _PIECES[manifest.row is not None]
+    piece, one, many = PIECES[manifest.row is not None]
     purpose = "held out" if held_out else "to train on"
-    click.echo(f"{_counted(len(lengths), one, many)} {purpose}: {lengths_in_words(lengths)}")
+    click.echo(f"{counted(len(lengths), one, many)} {purpose}: {lengths_in_words(lengths)}")
     for number in numbers or some_of(len(lengths)):
         _show_document(
             piece, tokens.document(split, number), most=None if whole else SHOWN_CHARACTERS
@@ -443,12 +364,8 @@ def show(folder: Path, held_out: bool, numbers: tuple[int, ...], whole: bool) ->
 SHOWN_CHARACTERS = 600
 """Of neighbouring tokens that are learned alike."""
 
-
-_PIECES = {
-    False: ("document", "document", "documents"),
-    True: ("piece", "piece of a document", "pieces of documents"),
-}
-"""What offsets part tokens into, by whether rows are packed."""
+SHOWN_NAME = 40
+"""Characters of a source's name."""
 
 
 def _show_document(piece: str, shown: "Shown", *, most: int | None) -> None:
@@ -457,9 +374,10 @@ def _show_document(piece: str, shown: "Shown", *, most: int | None) -> None:
         if shown.num_learned == shown.num_tokens
         else f"{shown.num_learned:,} of them learned"
     )
+    source = f" of {console.printable(shown.source, most=SHOWN_NAME)}" if shown.source else ""
     padding = f", and {shown.num_padding:,} of padding" if shown.num_padding else ""
     click.echo(
-        f"\n{piece} {shown.number}, in {shown.file}: {shown.num_tokens:,} tokens, {learned}{padding}"
+        f"\n{piece} {shown.number}, in {shown.file}{source}: {shown.num_tokens:,} tokens, {learned}{padding}"
     )
     for stretch in shown.stretches:
         mark = "learned" if stretch.is_learned else "read"

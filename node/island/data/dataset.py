@@ -73,6 +73,10 @@ class Dataset(Protocol):
     def batch(self, split: Split, indices: Indices) -> Batch | Tree:
         """Samples of a split by number: tokens, or what a function gives. Raises BadDataError."""
 
+    def held_out_by_source(self, indices: Indices) -> Mapping[str, Indices]:
+        """Held-out samples by the names of their sources; those of no named one are ""."""
+        return {"": indices}
+
     def expect(self, split: Split, indices: Indices) -> None:
         """Says which samples come next, so that what is far can be on its way; nothing if all are near."""
         return

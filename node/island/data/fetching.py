@@ -18,6 +18,7 @@ import urllib.request
 from collections import OrderedDict
 from collections.abc import Container, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from email.message import Message
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
@@ -81,10 +82,30 @@ class HttpOrigin:
                     f"{url} is served whole where a part is asked for",
                     next_step="serve it by a server that knows ranges, or copy the folder",
                 )
+            packed = answer.headers.get("Content-Encoding", "identity")
+            if packed.lower() != "identity":  # nothing but the file itself was asked for
+                raise BadDataError(
+                    f"{url} is served with Content-Encoding {packed}, so its bytes are not the file's",
+                    next_step="serve it as it lies on the disk, or copy the folder",
+                )
+            kind = answer.headers.get_content_type()
+            if kind == "text/html" and _PAGE.match(found):
+                raise ConnectionError(f"a web page comes instead, from {answer.url}")
             # A read of so many bytes keeps quiet of a connection that ends before.
-            if answer.length and len(found) <= stop - start:
-                raise ConnectionError(f"the connection ends {answer.length:,} bytes too early")
+            missing = answer.length or _num_announced(answer.headers) - len(found)
+            if missing > 0 and len(found) <= stop - start:
+                raise ConnectionError(f"the connection ends {missing:,} bytes too early")
         return found[: stop - start]
+
+
+_PAGE = re.compile(rb"\s*<(!doctype\s+html|html)\b", re.IGNORECASE)
+"""How a login or an error begins that is served as if it were the file."""
+
+
+def _num_announced(headers: Message) -> int:
+    """Bytes of the range that an answer says it has; 0 where it says nothing of one."""
+    found = re.match(r"bytes (\d+)-(\d+)/", headers.get("Content-Range", ""))
+    return 0 if found is None else int(found.group(2)) - int(found.group(1)) + 1
 
 
 class FsspecOrigin:
@@ -279,7 +300,7 @@ class PieceCache:
 
 
 class FetchedFiles:
-    """Files that come from origins through a cache; implements token_shards.Files."""
+    """Files that come from origins through a cache; implements shard_files.Files."""
 
     def __init__(
         self,

@@ -15,11 +15,9 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from node.island.data.manifest import (
     MANIFEST_FILE,
-    OFFSET_BYTES,
     PIECE_BYTES,
     FileEntry,
     Manifest,
@@ -30,12 +28,12 @@ from node.island.data.manifest import (
     piece_digests,
     pieces_of_file,
 )
+from node.island.data.shard_files import Offsets, as_offsets
 from node.island.data.tokenizing import FileTokenizer, kept_of_tokenizer, tokenizer_files
 from protocol.errors import BadDataError, CannotCreateError, UsageError
 from protocol.files.durable import is_taken, refusing, whole_folder
 
 TOKEN_SUFFIXES = (".bin", ".ds")
-Offsets = npt.NDArray[np.int64]
 
 _MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
 _MEGATRON_SIZES = {1: 1, 3: 2, 4: 4, 8: 2}
@@ -150,7 +148,7 @@ def _linked(
     for split, start, stop in _splits(file, held_out):
         offsets = f"{name}.offsets" if split == "training" else f"{name}.held-out.offsets"
         documents = _documents_within(file, start, stop)
-        (folder / offsets).write_bytes(documents.astype(f"<u{OFFSET_BYTES}").tobytes())
+        (folder / offsets).write_bytes(as_offsets(documents))
         yield (
             split,
             ShardEntry(

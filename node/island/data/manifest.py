@@ -21,11 +21,16 @@ from protocol.wire.rounds import Digest
 
 MANIFEST_FILE = "manifest.json"
 TOKENIZER_FILE = "tokenizer.json"
+HELD_OUT_HASHES_FILE = "held-out.hashes"
+"""Hashes of documents that are held out whatever they are, sorted; only where there are such."""
+
 PIECE_BYTES = 16 << 20
 OFFSET_BYTES = 8
 
 Count = Annotated[int, Field(ge=0, lt=2**62)]
 FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
+SourceName = Annotated[str, Field(max_length=100, pattern=r"^[^\x00-\x1f\x7f]*$")]
+HashBound = Annotated[str, Field(pattern=r"^[0-9a-f]{16,17}$")]
 HexDigest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Split = Literal["training", "held_out"]
 
@@ -67,6 +72,7 @@ class ShardEntry(Section):
     mask: FileName | None = None
     num_documents: Count
     text_bytes: Count | None = None  # of the counted tokens; None: nobody knows
+    source: SourceName = ""  # of what is held out; "" for what no source was named for
 
 
 class Manifest(Section):
@@ -79,6 +85,9 @@ class Manifest(Section):
     end_of_document: Count | None = None
     row: Annotated[int, Field(gt=1, lt=2**31)] | None = None  # tokens, where rows are packed
     has_answers: bool = False  # conversations, or prompts, of which answers alone are learned
+    held_out_below: HashBound | None = None
+    """Documents whose hash is less are held out; None where nobody knows. See HELD_OUT_HASHES_FILE."""
+
     piece_bytes: Annotated[int, Field(gt=0, lt=2**40)] = PIECE_BYTES
     files: dict[FileName, FileEntry]
     training: Annotated[tuple[ShardEntry, ...], Field(strict=False)]
@@ -148,8 +157,14 @@ class Manifest(Section):
 
     def _told(self) -> dict[str, Any]:
         told = self.model_dump(mode="json")
-        if not self.has_answers:  # older manifests lack it, and keep their digests
+        # Older manifests lack these, and keep their digests.
+        if not self.has_answers:
             del told["has_answers"]
+        if self.held_out_below is None:
+            del told["held_out_below"]
+        for shard in (*told["training"], *told["held_out"]):
+            if not shard["source"]:
+                del shard["source"]
         return told
 
 

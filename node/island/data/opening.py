@@ -30,7 +30,8 @@ from node.island.data.manifest import (
     read_manifest,
 )
 from node.island.data.places import DataPlaces, check_reach, refusal_without_a_loop
-from node.island.data.token_shards import Files, FoundFiles, MappedFiles, TokenShards
+from node.island.data.shard_files import Files
+from node.island.data.token_shards import FoundFiles, MappedFiles, TokenShards
 from protocol.errors import BadDataError, ConfigError, NoInputError
 from protocol.files.durable import as_typed, expanded, make_folder, write_atomically
 from protocol.run.models import BYTES_VOCABULARY, DecoderModel

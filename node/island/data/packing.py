@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from node.island.data.manifest import OFFSET_BYTES, FileEntry, ShardEntry
-from node.island.data.shard_files import ShardWriter, bits_of
+from node.island.data.manifest import FileEntry, ShardEntry
+from node.island.data.shard_files import ShardReader, ShardWriter, WrittenFiles
 from node.island.data.tokenizing import Encoded
 
 Lengths = npt.NDArray[np.int64]
@@ -59,20 +59,21 @@ def pack(
 
     A row's first token is nobody's target, so it is not counted.
     """
-    tokens = np.memmap(folder / shard.tokens, f"<u{token_bytes}", mode="r")
-    assert shard.offsets is not None
-    offsets = np.fromfile(folder / shard.offsets, f"<u{OFFSET_BYTES}").astype(np.int64)
-    bits = None if shard.mask is None else np.memmap(folder / shard.mask, np.uint8, mode="r")
+    reader = ShardReader(WrittenFiles(folder), token_bytes=token_bytes)
+    offsets = reader.offsets(shard)
+    assert offsets is not None and shard.offsets is not None
     starts, lengths = _pieces(offsets, row)
     bytes_a_token = (shard.text_bytes or 0) / max(1, shard.num_counted)
     writer = ShardWriter(folder, f"{name}.rows", token_bytes=token_bytes)
     for pieces in best_fit(lengths, row):
         for i, piece in enumerate(pieces):
             start, length = int(starts[piece]), int(lengths[piece])
-            counted = np.ones(length, np.bool_) if bits is None else bits_of(bits, start, length)
+            counted = reader.counted(shard, start, start + length)
+            if counted is None:
+                counted = np.ones(length, np.bool_)
             if i == 0:
                 counted[0] = False
-            own = tokens[start : start + length].astype(np.uint32)
+            own = reader.tokens(shard, start, start + length).astype(np.uint32)
             if i == len(pieces) - 1:
                 missing = row - int(lengths[pieces].sum())
                 own = np.append(own, np.full(missing, padding, np.uint32))

@@ -7,44 +7,41 @@ number of processes or on what was interrupted.
 """
 
 import functools
-import math
-import multiprocessing
-import os
-import signal
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import blake3
 import numpy as np
+import numpy.typing as npt
 
-from node.island.data.documents import (
-    DOCUMENT_BYTES,
-    DOCUMENT_BYTES_OF_LITTLE_TEXT,
-    LITTLE_TEXT_BYTES,
-    Part,
-    parts_of,
+from node.island.data.adding import (
+    bring,
+    going_on,
+    held_out_hashes_of,
+    manifest_before,
+    next_shards,
+    num_there_before,
+    together,
 )
-from node.island.data.inputs import input_files, passed_over
+from node.island.data.inputs import passed_over
 from node.island.data.manifest import (
+    HELD_OUT_HASHES_FILE,
     MANIFEST_FILE,
-    OFFSET_BYTES,
     FileEntry,
     Manifest,
     ShardEntry,
     Split,
     State,
-    check_pieces,
-    check_sizes,
     entry_of_file,
 )
 from node.island.data.packing import pack
-from node.island.data.shard_files import ShardWriter, bits_of, token_bytes_of
+from node.island.data.shard_files import ShardReader, ShardWriter, WrittenFiles, token_bytes_of
+from node.island.data.shard_plan import Wanted, names_of_sources, plan_jobs, times_of
+from node.island.data.shard_workers import receipt_path, write_all
 from node.island.data.shard_writing import (
+    HASH_TYPE,
     HASHES,
     Encoding,
     InSeveral,
@@ -52,7 +49,6 @@ from node.island.data.shard_writing import (
     Receipt,
     ShardJob,
     hashes_of,
-    write_shard,
 )
 from node.island.data.tokenizing import (
     Encoded,
@@ -61,10 +57,8 @@ from node.island.data.tokenizing import (
     tokenizer_files,
 )
 from protocol.errors import (
-    AtollError,
     BadDataError,
     CannotCreateError,
-    SystemRefusedError,
     UsageError,
 )
 from protocol.files.durable import (
@@ -77,31 +71,11 @@ from protocol.files.durable import (
     toml_value,
     write_atomically,
 )
+from protocol.wire.rounds import MOST_SOURCES
 
-MOST_SHARD_BYTES = 256 << 20
-LEAST_SHARD_BYTES = 4 << 20
-SHARDS_AIMED_AT = 64
 HELD_OUT_SHARD_TOKENS = 64 << 20
 LEAST_END = 0.05
 """Of a single document at least this share is held out, or there would be no sample."""
-
-_POLL_SECONDS = 0.5
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
-    """What a person asked for."""
-
-    inputs: tuple[str, ...]
-    out: Path
-    tokenizer: Path | None = None
-    end_of_document: str | None = None
-    field: str = "text"
-    held_out: float = 0.01
-    held_out_inputs: tuple[str, ...] = ()  # in place of a share
-    repeated: tuple[tuple[str, float], ...] = ()  # patterns, and how often what they name is read
-    row: int | None = None
-    jobs: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +83,7 @@ class Prepared:
     """What a preparation has made."""
 
     manifest: Manifest
+    new: Manifest  # without the tokens to which these were added
     num_files: int
     num_empty: int
     num_held_out_too: int  # left out of what is trained on: files of their own hold the same out
@@ -124,18 +99,25 @@ def prepare(
     wanted: Wanted, *, on_state: Callable[[State], None], say: Callable[[str], None]
 ) -> Prepared:
     """Prepares tokens; raises AtollError, and then the result is not there."""
+    add_to = wanted.add_to
+    before = None if add_to is None else manifest_before(add_to, wanted.out)
     if is_taken(wanted.out):
         raise CannotCreateError(
             f"{wanted.out} is there already",
             next_step="choose another folder with --out, or remove it",
         )
+    if add_to is not None and before is not None:
+        wanted = going_on(wanted, add_to, before)
     copied = (
-        {} if wanted.tokenizer is None else kept_of_tokenizer(tokenizer_files(wanted.tokenizer))
+        {}
+        if wanted.tokenizer is None or before is not None
+        else kept_of_tokenizer(tokenizer_files(wanted.tokenizer))
     )
     for line in passed_over((*wanted.inputs, *wanted.held_out_inputs)):
         say(line)
-    jobs = plan_jobs(wanted)
-    times = _times_of(jobs)
+    first_number, first_held_out = next_shards(before)
+    jobs = plan_jobs(wanted, first_number=first_number)
+    times = times_of(jobs)
     work = wanted.out.resolve().parent / f".{wanted.out.resolve().name}.preparing"
     make_folder(work)
     lock = FolderLock.take(
@@ -148,34 +130,48 @@ def prepare(
             tokenizer=None if wanted.tokenizer is None else work,
             end_of_document=wanted.end_of_document,
             field=wanted.field,
-            held_out_below=0 if wanted.held_out_inputs else round(wanted.held_out * HASHES),
+            held_out_below=_held_out_below(wanted, before),
             row=wanted.row,
-            held_out_hashes=work / _HASHES_FILE if wanted.held_out_inputs else None,
+            held_out_hashes=work / HELD_OUT_HASHES_FILE
+            if wanted.held_out_inputs
+            else None
+            if before is None
+            else held_out_hashes_of(work, before),
         )
-        _begin(work, _identity(wanted, jobs, copied, times), say)
+        _begin(work, _identity(wanted, jobs, copied, times, before), say)
+        if add_to is not None and before is not None:
+            bring(add_to, work, before, say)
         for name, content in copied.items():
             with refusing(work / name):
                 (work / name).write_bytes(content)
-        tokenizer = encoding.opened(
-            origin=wanted.tokenizer
-        )  # what is wrong with it is told before any work
-        if encoding.held_out_hashes is not None:
+        # What is wrong with it is told before any work.
+        tokenizer = encoding.opened(origin=wanted.tokenizer)
+        if wanted.held_out_inputs:
             held_out = hashes_of((job for job in jobs if job.is_held_out), wanted.field)
-            with refusing(work):
-                encoding.held_out_hashes.write_bytes(held_out.tobytes())
-        receipts = _write_all(work, jobs, encoding, wanted.jobs, on_state)
-        if not wanted.held_out_inputs:
+            _write_hashes(work, held_out)
+        receipts = write_all(work, jobs, encoding, wanted.jobs, on_state)
+        if not wanted.held_out_inputs and before is None:
             receipts = _with_one_held_out(work, jobs, encoding, wanted, receipts, on_state)
-        for path in (path for path, time in _times_of(jobs).items() if time != times[path]):
+        for path in (path for path, time in times_of(jobs).items() if time != times[path]):
             say(
                 f"warning: {path} was changed while it was read, so what was read may be of before and of "
                 "after; prepare it again once nobody writes it"
             )
-        manifest = _merged(work, receipts, encoding, tokenizer, tuple(copied))
+        new = _merged(work, receipts, encoding, tokenizer, wanted, copied, first_held_out)
         num_empty = sum(receipt.num_empty for receipt in receipts)
         num_held_out_too = sum(receipt.num_held_out_too for receipt in receipts)
-        _check_both_splits(manifest, wanted, num_empty=num_empty, num_held_out_too=num_held_out_too)
-        _check_something_is_learned(manifest)
+        _check_both_splits(new, wanted, num_empty=num_empty, num_held_out_too=num_held_out_too)
+        _check_something_is_learned(new)
+        manifest = new if before is None else together(before, new)
+        _check_num_sources(manifest)
+        if before is not None:
+            num_again, num_new = num_there_before(work, before, new)
+            if num_again:
+                say(
+                    f"warning: {num_again:,} of {num_new:,} added documents that are held out are in "
+                    f"{add_to} too, so about as large a share of the others is trained on twice; name "
+                    "files that it does not have"
+                )
         with refusing(wanted.out):
             write_atomically(work / MANIFEST_FILE, manifest.as_written())
             for each in work.iterdir():
@@ -188,6 +184,7 @@ def prepare(
         lock.release()
     return Prepared(
         manifest=manifest,
+        new=new,
         num_files=len(times),
         num_empty=num_empty,
         num_held_out_too=num_held_out_too,
@@ -210,20 +207,22 @@ def _check_both_splits(
     manifest: Manifest, wanted: Wanted, *, num_empty: int, num_held_out_too: int
 ) -> None:
     """Raises BadDataError where nothing is there to train on, or nothing is held out."""
-    if manifest.training and manifest.held_out:
-        return
     documents = sum(s.num_documents for s in (*manifest.training, *manifest.held_out))
+    if (manifest.training and manifest.held_out) or (documents and wanted.add_to is not None):
+        return
+    if num_held_out_too and not manifest.training:
+        raise BadDataError(
+            f"all {num_held_out_too:,} documents to train on are held out too: "
+            f"{' '.join(wanted.held_out_inputs) or wanted.add_to} has the same ones",
+            next_step="name other documents"
+            if wanted.add_to is not None
+            else "hold other files out, or a share, as --held-out 0.01",
+        )
     if not documents:
         found = f"{num_empty:,} documents, all of them empty" if num_empty else "not one document"
         raise BadDataError(
             f"{' '.join(wanted.inputs)} has no text: {found}",
             next_step="name other files, or the key or column that has the text with --field KEY",
-        )
-    if num_held_out_too and not manifest.training:
-        raise BadDataError(
-            f"all {num_held_out_too:,} documents to train on are held out too: "
-            f"{' '.join(wanted.held_out_inputs)} has the same ones",
-            next_step="hold other files out, or a share, as --held-out 0.01",
         )
     which = "held out" if manifest.training else "left to train on"
     raise BadDataError(
@@ -236,7 +235,7 @@ def _check_both_splits(
 def _check_something_is_learned(manifest: Manifest) -> None:
     splits: tuple[tuple[Split, str], ...] = (("training", "train on"), ("held_out", "hold out"))
     for split, what in splits:
-        if not manifest.num_tokens(split):
+        if manifest.shards(split) and not manifest.num_tokens(split):
             raise BadDataError(
                 f"of the documents to {what} not one token is to be learned: none has an answer that is",
                 next_step="let answers have the role 'assistant' and no 'weight' or 'train' of 0, or see "
@@ -244,77 +243,13 @@ def _check_something_is_learned(manifest: Manifest) -> None:
             )
 
 
-def plan_jobs(wanted: Wanted) -> list[ShardJob]:
-    """Who writes what: neighbouring parts of files, so that shards are of about one size.
-
-    What is repeated follows when all is there once: a document beside its copy would teach to copy.
-    """
-    jobs: list[ShardJob] = []
-    kept_back = wanted.held_out_inputs
-    for patterns, but_for, is_held_out in (
-        (wanted.inputs, kept_back, False),
-        (kept_back, (), True),
-    ):
-        files = input_files(patterns, but_for=but_for)
-        sources = {} if is_held_out else _sources_of(files, wanted.repeated)
-        total = sum(file.stat().st_size for file in files)
-        shard_bytes = min(MOST_SHARD_BYTES, max(LEAST_SHARD_BYTES, total // SHARDS_AIMED_AT))
-        each = DOCUMENT_BYTES if total >= LITTLE_TEXT_BYTES else DOCUMENT_BYTES_OF_LITTLE_TEXT
-        parts: list[Part] = []
-        taken = 0
-        for file, source, repetition, share in _readings(files, sources):
-            for part in parts_of(file, shard_bytes, document_bytes=each):
-                parts.append(replace(part, source=source, repetition=repetition, share=share))
-                taken += part.num_bytes
-                if taken >= shard_bytes:
-                    jobs.append(
-                        ShardJob(number=len(jobs), parts=tuple(parts), is_held_out=is_held_out)
-                    )
-                    parts, taken = [], 0
-        if parts:
-            jobs.append(ShardJob(number=len(jobs), parts=tuple(parts), is_held_out=is_held_out))
-    return jobs
-
-
-def _sources_of(
-    files: Sequence[Path], repeated: Sequence[tuple[str, float]]
-) -> dict[Path, tuple[str, float]]:
-    """How often files are read, with the pattern that says so. Raises UsageError for what cannot be meant."""
-    found: dict[Path, tuple[str, float]] = {}
-    by_place = {file.resolve(): file for file in files}
-    for pattern, times in repeated:
-        own = [by_place[f.resolve()] for f in input_files([pattern]) if f.resolve() in by_place]
-        if not own:
-            raise UsageError(
-                f"--repeat {pattern}={times:g} names no file that is to be trained on",
-                next_step="name files of the inputs, as they are named there",
-            )
-        for file in own:
-            if file in found:
-                raise UsageError(
-                    f"{file} is named by --repeat {found[file][0]} and by --repeat {pattern}",
-                    next_step="let each file be named once",
-                )
-            found[file] = pattern, times
-    return found
-
-
-def _readings(
-    files: Sequence[Path], sources: Mapping[Path, tuple[str, float]]
-) -> Iterator[tuple[Path, str, int, float]]:
-    """Files, each as often as it is read, with its source, how often before, and the share that is taken."""
-    most = max((times for _, times in sources.values()), default=1.0)
-    for repetition in range(math.ceil(most)):
-        for file in files:
-            source, times = sources.get(file, ("", 1.0))
-            if times > repetition:
-                yield file, source, repetition, min(1.0, times - repetition)
-
-
-def _times_of(jobs: Sequence[ShardJob]) -> dict[Path, int | None]:
-    """When the files of some jobs were last changed; None for one that is gone."""
-    paths = {part.path for job in jobs for part in job.parts}
-    return {path: path.stat().st_mtime_ns if path.exists() else None for path in sorted(paths)}
+def _check_num_sources(manifest: Manifest) -> None:
+    sources = {shard.source for shard in manifest.held_out}
+    if len(sources) > MOST_SOURCES:
+        raise UsageError(
+            f"what is held out has {len(sources)} sources, and {MOST_SOURCES} are told apart at most",
+            next_step="name fewer with --repeat or --held-out: a pattern may name many files",
+        )
 
 
 def _identity(
@@ -322,10 +257,15 @@ def _identity(
     jobs: Sequence[ShardJob],
     copied: Mapping[str, bytes],
     times: Mapping[Path, int | None],
+    before: Manifest | None,
 ) -> str:
     """Of the input and all options that the result depends on."""
-    options = replace(wanted, inputs=(), out=Path(), tokenizer=None, held_out_inputs=(), jobs=1)
+    options = replace(
+        wanted, inputs=(), out=Path(), tokenizer=None, held_out_inputs=(), add_to=None, jobs=1
+    )
     hasher = blake3.blake3(repr(options).encode())
+    if before is not None:
+        hasher.update(before.digest())
     for name, content in sorted(copied.items()):
         hasher.update(name.encode() + blake3.blake3(content).digest())
     for job in jobs:
@@ -335,7 +275,6 @@ def _identity(
 
 
 _IDENTITY_FILE = "identity"
-_HASHES_FILE = "held-out.hashes"
 
 
 def _begin(work: Path, identity: str, say: Callable[[str], None]) -> None:
@@ -353,50 +292,16 @@ def _begin(work: Path, identity: str, say: Callable[[str], None]) -> None:
         write_atomically(path, identity.encode())
 
 
-def _write_all(
-    work: Path,
-    jobs: Sequence[ShardJob],
-    encoding: Encoding,
-    num_processes: int,
-    on_state: Callable[[State], None],
-) -> list[Receipt]:
-    """Has processes write the shards that are not there yet."""
-    receipts = {job.number: _receipt_of(work, job) for job in jobs}
-    left = [job for job in jobs if receipts[job.number] is None]
-    total = sum(job.num_bytes for job in jobs)
-    resumed = total - sum(job.num_bytes for job in left)
-    on_state(State(done_bytes=resumed, total_bytes=total, resumed_bytes=resumed))
-    context = multiprocessing.get_context("spawn")
-    counter = context.Value("Q", 0)
-    pool = ProcessPoolExecutor(
-        max(1, min(num_processes, len(left))),
-        mp_context=context,
-        initializer=_begin_worker,
-        initargs=(counter,),
-    )
-    try:
-        futures: dict[Future[Receipt], ShardJob] = {
-            pool.submit(_write_one, job, encoding, work): job for job in left
-        }
-        waiting = set(futures)
-        while waiting:
-            done, waiting = wait(waiting, timeout=_POLL_SECONDS, return_when=FIRST_COMPLETED)
-            for future in done:
-                receipts[futures[future].number] = future.result()
-            on_state(
-                State(done_bytes=resumed + counter.value, total_bytes=total, resumed_bytes=resumed)
-            )
-    except BrokenProcessPool as error:
-        raise SystemRefusedError(
-            "a process that writes shards has ended by itself; the machine may be out of memory",
-            next_step="type the same again with fewer --jobs: it goes on from the finished shards",
-        ) from error
-    except BaseException:
-        _end_workers(pool)
-        raise
-    finally:
-        pool.shutdown(cancel_futures=True)
-    return [receipt for _, receipt in sorted(receipts.items()) if receipt is not None]
+def _held_out_below(wanted: Wanted, before: Manifest | None) -> int:
+    """Documents whose hash is less are held out."""
+    if before is not None:
+        return int(str(before.held_out_below), 16)
+    return 0 if wanted.held_out_inputs else round(wanted.held_out * HASHES)
+
+
+def _write_hashes(work: Path, hashes: npt.NDArray[np.uint64]) -> None:
+    with refusing(work):
+        (work / HELD_OUT_HASHES_FILE).write_bytes(hashes.tobytes())
 
 
 def _with_one_held_out(
@@ -412,70 +317,16 @@ def _with_one_held_out(
     Of a single document the end is. The shards that change are written again.
     """
     least = min((r.least_hash for r in receipts if r.least_hash is not None), default=None)
-    if least is None or any(receipt.held_out is not None for receipt in receipts):
+    if least is None or any(receipt.held_out for receipt in receipts):
         return receipts
     changed = replace(encoding, held_out_below=int(least, 16) + 1)
     if sum(receipt.num_documents - receipt.num_empty for receipt in receipts) == 1:
         changed = replace(encoding, end_held_out=max(wanted.held_out, LEAST_END))
     again = [job for job, r in zip(jobs, receipts, strict=True) if r.least_hash == least]
     for job in again:
-        _receipt_path(work, job.number).unlink()
-    anew = iter(_write_all(work, again, changed, wanted.jobs, on_state))
+        receipt_path(work, job.number).unlink()
+    anew = iter(write_all(work, again, changed, wanted.jobs, on_state))
     return [next(anew) if receipt.least_hash == least else receipt for receipt in receipts]
-
-
-def _end_workers(pool: ProcessPoolExecutor) -> None:
-    # They hold nothing that is not begun anew; Python 3.14 has terminate_workers for it.
-    for process in list((pool._processes or {}).values()):
-        process.terminate()
-
-
-_counter: Any = None  # of a worker: bytes of input that all have read
-
-
-def _begin_worker(counter: Any) -> None:
-    global _counter
-    _counter = counter
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which then ends us
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-
-    def end_with_parent() -> None:
-        parent.join()
-        os._exit(0)
-
-    threading.Thread(target=end_with_parent, daemon=True).start()
-
-
-def _tell(num_bytes: int) -> None:
-    with _counter.get_lock():
-        _counter.value += num_bytes
-
-
-def _write_one(job: ShardJob, encoding: Encoding, work: Path) -> Receipt:
-    receipt = write_shard(job, encoding, work, _tell)
-    sync_folder(work)
-    write_atomically(_receipt_path(work, job.number), receipt.model_dump_json().encode())
-    return receipt
-
-
-def _receipt_path(work: Path, number: int) -> Path:
-    return work / f"{number:05}.receipt"
-
-
-def _receipt_of(work: Path, job: ShardJob) -> Receipt | None:
-    """The receipt of a finished job whose files are as it says."""
-    path = _receipt_path(work, job.number)
-    if not path.exists():
-        return None
-    try:
-        receipt = Receipt.model_validate_json(path.read_bytes())
-        check_sizes(work, receipt.files)
-        for name, entry in receipt.files.items():
-            check_pieces(work / name, entry)
-    except (AtollError, ValueError):
-        return None  # it is written again
-    return receipt
 
 
 def _merged(
@@ -483,37 +334,49 @@ def _merged(
     receipts: Sequence[Receipt],
     encoding: Encoding,
     tokenizer: Tokenizer,
-    copied: tuple[str, ...],
+    wanted: Wanted,
+    copied: Iterable[str],
+    first_held_out: int,
 ) -> Manifest:
-    """The manifest; what was held out of many shards becomes a few."""
+    """The manifest; what was held out of many shards becomes a few, of each source its own."""
     token_bytes = token_bytes_of(tokenizer.vocab_size)
-    files: dict[str, FileEntry] = {name: entry_of_file(work / name) for name in copied}
+    if ends := [receipt.least_hash for receipt in receipts if receipt.end_held_out]:
+        # Its beginning is trained on: a copy of it would be so with the end.
+        _write_hashes(work, np.array([int(str(one), 16) for one in ends], HASH_TYPE))
+    has_hashes = bool(ends or wanted.held_out_inputs)
+    beside = (*copied, *([HELD_OUT_HASHES_FILE] if has_hashes else ()))
+    files: dict[str, FileEntry] = {name: entry_of_file(work / name) for name in beside}
     held_out: list[ShardEntry] = []
-    pieces = [receipt.held_out for receipt in receipts if receipt.held_out is not None]
-    while pieces:
-        name = f"held-out-{len(held_out):05}"
-        writer = ShardWriter(work, name, token_bytes=token_bytes)
-        while pieces and writer.num_tokens < HELD_OUT_SHARD_TOKENS:
-            _add_shard(writer, work, pieces.pop(0), token_bytes)
-        shard, own_files = writer.close()
-        if encoding.row is not None:
-            shard, own_files = pack(
-                work,
-                shard,
-                name,
-                row=encoding.row,
-                token_bytes=token_bytes,
-                padding=tokenizer.end_of_document,
-            )
-        held_out.append(shard)
-        files |= own_files
+    names = names_of_sources(
+        [p for p, _ in wanted.repeated] if not wanted.held_out_inputs else wanted.held_out_inputs
+    )
+    patterns = dict.fromkeys(pattern for receipt in receipts for pattern in receipt.held_out)
+    for pattern in patterns:
+        pieces = [r.held_out[pattern] for r in receipts if pattern in r.held_out]
+        while pieces:
+            name = f"held-out-{first_held_out + len(held_out):05}"
+            writer = ShardWriter(work, name, token_bytes=token_bytes)
+            while pieces and writer.num_tokens < HELD_OUT_SHARD_TOKENS:
+                _add_shard(writer, work, pieces.pop(0), token_bytes)
+            shard, own_files = writer.close()
+            if encoding.row is not None:
+                shard, own_files = pack(
+                    work,
+                    shard,
+                    name,
+                    row=encoding.row,
+                    token_bytes=token_bytes,
+                    padding=tokenizer.end_of_document,
+                )
+            held_out.append(shard.model_copy(update={"source": names.get(pattern, "")}))
+            files |= own_files
     training = [receipt.training for receipt in receipts if receipt.training is not None]
     for receipt in receipts:
-        merged = (
-            {receipt.held_out.tokens, receipt.held_out.offsets, receipt.held_out.mask}
-            if receipt.held_out
-            else set()
-        )
+        merged = {
+            name
+            for shard in receipt.held_out.values()
+            for name in (shard.tokens, shard.offsets, shard.mask)
+        }
         files |= {name: entry for name, entry in receipt.files.items() if name not in merged}
     return Manifest(
         token_bytes=token_bytes,
@@ -522,6 +385,11 @@ def _merged(
         end_of_document=tokenizer.end_of_document,
         row=encoding.row,
         has_answers=any(receipt.num_answering for receipt in receipts),
+        held_out_below=max(
+            (receipt.held_out_below for receipt in receipts),
+            key=lambda one: int(one, 16),
+            default=None,
+        ),
         files=files,
         training=tuple(training),
         held_out=tuple(held_out),
@@ -530,15 +398,14 @@ def _merged(
 
 def _add_shard(writer: ShardWriter, work: Path, shard: ShardEntry, token_bytes: int) -> None:
     """Adds the documents of a shard, a part of them at a time."""
-    tokens = np.memmap(work / shard.tokens, f"<u{token_bytes}", mode="r")
-    assert shard.offsets is not None
-    offsets = np.fromfile(work / shard.offsets, f"<u{OFFSET_BYTES}").astype(np.int64)
-    bits = None if shard.mask is None else np.memmap(work / shard.mask, np.uint8, mode="r")
-    for start, stop in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True):
+    reader = ShardReader(WrittenFiles(work), token_bytes=token_bytes)
+    offsets = reader.offsets(shard)
+    assert offsets is not None
+    for start, stop in itertools.pairwise(offsets.tolist()):
         writer.add(
             Encoded(
-                tokens=tokens[start:stop].astype(np.uint32),
-                counted=None if bits is None else bits_of(bits, start, stop - start),
+                tokens=reader.tokens(shard, start, stop).astype(np.uint32),
+                counted=reader.counted(shard, start, stop),
                 text_bytes=0,
             )
         )

@@ -1,9 +1,12 @@
-"""The files of a shard: tokens, offsets of documents, and a bit for each token that is learned."""
+"""The files of a shard: tokens, offsets of documents, and a bit for each token that is learned.
+
+They are written and read here and nowhere else. Where they lie, and who checks them, is for Files.
+"""
 
 import os
 from array import array
 from pathlib import Path
-from typing import IO, Literal
+from typing import IO, Literal, Protocol
 
 import blake3
 import numpy as np
@@ -12,6 +15,13 @@ import numpy.typing as npt
 from node.island.data.manifest import OFFSET_BYTES, PIECE_BYTES, FileEntry, ShardEntry
 from node.island.data.tokenizing import Encoded
 from protocol.files.durable import refusing
+
+Bytes = npt.NDArray[np.uint8]
+Bits = npt.NDArray[np.bool_]
+Offsets = npt.NDArray[np.int64]
+
+_OFFSET = np.dtype(f"<i{OFFSET_BYTES}")
+"""A manifest counts below 2**62, so the sign is never needed."""
 
 _WRITTEN_BYTES = 256 << 10
 """Of bits that are all set, at a time."""
@@ -95,6 +105,11 @@ class _Bits:
         return self._file.close()
 
 
+def as_offsets(offsets: Offsets) -> bytes:
+    """What a file of offsets holds."""
+    return offsets.astype(_OFFSET).tobytes()
+
+
 class ShardWriter:
     """Writes documents one after the other; its files are NAME.tokens, NAME.offsets and NAME.mask."""
 
@@ -127,7 +142,7 @@ class ShardWriter:
     def close(self) -> tuple[ShardEntry, dict[str, FileEntry]]:
         """The shard and its files, which are durable now."""
         offsets = DigestedFile(self._folder / f"{self._name}.offsets")
-        offsets.write(np.array(self._offsets, f"<u{OFFSET_BYTES}").tobytes())
+        offsets.write(as_offsets(np.array(self._offsets, np.int64)))
         files = {
             f"{self._name}.tokens": self._tokens.close(),
             f"{self._name}.offsets": offsets.close(),
@@ -146,8 +161,57 @@ class ShardWriter:
         ), files
 
 
-def bits_of(bits: npt.NDArray[np.uint8], start: int, length: int) -> npt.NDArray[np.bool_]:
-    """Which of these tokens are counted, by a mask file."""
-    first, last = start // 8, -(-(start + length) // 8)
-    found = np.unpackbits(bits[first:last], bitorder="little")[start % 8 :][:length]
-    return found.astype(np.bool_)
+class Files(Protocol):
+    """The files of a manifest, wherever they lie."""
+
+    def read(self, name: str, start: int, stop: int) -> Bytes:
+        """Bytes of a file, checked. Raises BadDataError where they are damaged."""
+
+
+class WrittenFiles:
+    """Files of a folder that this program has just written, and nobody has to check; implements Files."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._mapped: dict[str, Bytes] = {}
+
+    def read(self, name: str, start: int, stop: int) -> Bytes:
+        """See Files."""
+        if (mapped := self._mapped.get(name)) is None:
+            mapped = self._mapped[name] = np.memmap(self._folder / name, np.uint8, mode="r")
+        return mapped[start:stop]
+
+
+class ShardReader:
+    """Reads shards out of their files. Raises what Files raises."""
+
+    def __init__(self, files: Files, *, token_bytes: int) -> None:
+        self._files = files
+        self._dtype = np.dtype(f"<u{token_bytes}")
+
+    def tokens(self, shard: ShardEntry, start: int, stop: int) -> npt.NDArray[np.unsignedinteger]:
+        """Tokens of a shard, counted from its first."""
+        size = self._dtype.itemsize
+        first, last = (shard.first + start) * size, (shard.first + stop) * size
+        return self._files.read(shard.tokens, first, last).view(self._dtype)
+
+    def counted(self, shard: ShardEntry, start: int, stop: int) -> Bits | None:
+        """Which of these tokens are learned; None where the shard has no mask: all of them."""
+        if shard.mask is None:
+            return None
+        first, last = shard.first + start, shard.first + stop
+        packed = self._files.read(shard.mask, first // 8, -(-last // 8))
+        bits = np.unpackbits(packed, bitorder="little")[first % 8 :]
+        return bits[: stop - start].astype(np.bool_)
+
+    def offsets(self, shard: ShardEntry) -> Offsets | None:
+        """Where documents begin, and the end [documents + 1]; None where nobody has said."""
+        if shard.offsets is None:
+            return None
+        raw = self._files.read(shard.offsets, 0, offsets_bytes(shard.num_documents))
+        return raw.view(_OFFSET)  # not copied: a shard may have millions, and each sample asks
+
+
+def offsets_bytes(num_documents: int) -> int:
+    """The size of a file of offsets."""
+    return (num_documents + 1) * OFFSET_BYTES

@@ -17,6 +17,7 @@ from node.island.data.documents import Part, documents_of
 from node.island.data.manifest import (
     Count,
     FileEntry,
+    HashBound,
     ShardEntry,
 )
 from node.island.data.packing import pack
@@ -125,7 +126,9 @@ class Receipt(Section):
     """What a finished job has written."""
 
     training: ShardEntry | None
-    held_out: ShardEntry | None
+    held_out: dict[str, ShardEntry]  # by the pattern of its source
+    held_out_below: HashBound  # documents whose hash is less were held out
+    end_held_out: bool  # instead: the end of its only document
     files: dict[str, FileEntry]
     num_documents: int  # each once, however often it is repeated
     num_empty: int  # of them: those without text, which are left out
@@ -179,7 +182,10 @@ def write_shard(
     token_bytes = token_bytes_of(tokenizer.vocab_size)
     name = f"{job.number:05}"
     training = ShardWriter(folder, name, token_bytes=token_bytes)
-    held_out = ShardWriter(folder, f"{name}.held-out", token_bytes=token_bytes)
+    held_out: dict[str, ShardWriter] = {}
+    for number, source in enumerate(dict.fromkeys(part.source for part in job.parts)):
+        own_name = f"{name}.{number:02}.held-out"
+        held_out[source] = ShardWriter(folder, own_name, token_bytes=token_bytes)
     counts = _Counts(tokens_of=dict.fromkeys((part.source for part in job.parts), 0))
     least_hash = HASHES
     held_out_hashes = np.empty(0, HASH_TYPE)
@@ -209,7 +215,7 @@ def write_shard(
                 training.add(one)
             if not part.repetition:  # what is measured is measured once
                 for one in kept_back:
-                    held_out.add(one)
+                    held_out[part.source].add(one)
     shard, files = training.close()
     num_cut = 0
     if shard.num_tokens and encoding.row:
@@ -224,11 +230,18 @@ def write_shard(
         )
         num_cut = shard.num_documents - num_whole
     trained, trained_files = _unless_empty(folder, shard, files)
-    measured, measured_files = _unless_empty(folder, *held_out.close())
+    measured: dict[str, ShardEntry] = {}
+    for source, writer in held_out.items():
+        own, own_files = _unless_empty(folder, *writer.close())
+        trained_files |= own_files
+        if own is not None:
+            measured[source] = own
     return Receipt(
         training=trained,
         held_out=measured,
-        files=trained_files | measured_files,
+        held_out_below=f"{encoding.held_out_below:016x}",
+        end_held_out=encoding.end_held_out is not None,
+        files=trained_files,
         num_cut=num_cut,
         least_hash=None if least_hash == HASHES else f"{least_hash:016x}",
         **{each.name: getattr(counts, each.name) for each in fields(counts)},

@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from node.island.data.dataset import held_out_choice
-from node.island.data.manifest import OFFSET_BYTES, TOKENIZER_FILE, Manifest, ShardEntry, Split
-from node.island.data.shard_files import bits_of
+from node.island.data.manifest import TOKENIZER_FILE, Manifest, ShardEntry, Split
+from node.island.data.shard_files import ShardReader
 from node.island.data.token_shards import MappedFiles
 from node.island.data.tokenizing import open_tokenizer
 from protocol.errors import UsageError
@@ -40,6 +40,7 @@ class Shown:
 
     number: int
     file: str
+    source: str  # its name, of what is held out; empty for none
     stretches: tuple[Stretch, ...]
     num_padding: int  # tokens behind it that fill up its row
 
@@ -59,7 +60,8 @@ class TokenFolder:
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self._manifest = manifest
-        self._files = MappedFiles(folder, manifest.files, manifest.piece_bytes)
+        files = MappedFiles(folder, manifest.files, manifest.piece_bytes)
+        self._reader = ShardReader(files, token_bytes=manifest.token_bytes)
         self._text_of = _text_of(folder, manifest)
 
     def lengths(self, split: Split) -> Lengths:
@@ -82,25 +84,20 @@ class TokenFolder:
         )
 
     def _offsets(self, shard: ShardEntry) -> Lengths:
-        if shard.offsets is None:
-            return np.array([0, shard.num_tokens], np.int64)
-        raw = self._files.read(shard.offsets, 0, (shard.num_documents + 1) * OFFSET_BYTES)
-        return raw.view(f"<u{OFFSET_BYTES}").astype(np.int64)
+        found = self._reader.offsets(shard)
+        return np.array([0, shard.num_tokens], np.int64) if found is None else found
 
     def _shown(self, shard: ShardEntry, start: int, stop: int, number: int) -> Shown:
-        size, first = self._manifest.token_bytes, shard.first + start
-        raw = self._files.read(shard.tokens, first * size, (shard.first + stop) * size)
-        tokens = raw.view(f"<u{size}").astype(np.int64)
-        learned = np.ones(len(tokens), np.bool_)
-        if shard.mask is not None:
-            place = first // 8
-            packed = self._files.read(shard.mask, place, -(-(shard.first + stop) // 8))
-            learned = bits_of(packed, first % 8, len(tokens))
+        tokens = self._reader.tokens(shard, start, stop).astype(np.int64)
+        learned = self._reader.counted(shard, start, stop)
+        if learned is None:
+            learned = np.ones(len(tokens), np.bool_)
         num_padding = self._num_padding(tokens, learned)
         kept = len(tokens) - num_padding
         return Shown(
             number=number,
             file=shard.tokens,
+            source=shard.source,
             stretches=tuple(_stretches(tokens[:kept].tolist(), learned[:kept], self._text_of)),
             num_padding=num_padding,
         )

@@ -7,16 +7,14 @@ from one shard into the next: a shard can be fetched alone.
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import structlog
 
-from node.island.data.dataset import Batch, Indices, Tokens
+from node.island.data.dataset import Batch, Indices
 from node.island.data.fetching import FetchedFiles
 from node.island.data.manifest import (
-    OFFSET_BYTES,
     FileEntry,
     Manifest,
     ShardEntry,
@@ -25,20 +23,12 @@ from node.island.data.manifest import (
     damaged,
     piece_digests,
 )
+from node.island.data.shard_files import Bytes, Files, ShardReader, offsets_bytes
 from node.island.ranks.faults import LostPieceError
 from protocol.errors import AtollError, BadDataError, ConfigError
 from protocol.wire.rounds import CorpusSummary, Digest
 
 log = structlog.get_logger()
-
-Bytes = npt.NDArray[np.uint8]
-
-
-class Files(Protocol):
-    """The files of a manifest, wherever they lie."""
-
-    def read(self, name: str, start: int, stop: int) -> Bytes:
-        """Bytes of a file, checked. Raises BadDataError where they are damaged."""
 
 
 class MappedFiles:
@@ -148,6 +138,13 @@ class _SplitShards:
     def num_samples(self) -> int:
         return int(self.first_samples[-1])
 
+    def by_source(self, indices: Indices) -> dict[str, Indices]:
+        """Samples by the sources of their shards, which come in the order of the shards."""
+        shards = np.searchsorted(self.first_samples, indices, side="right") - 1
+        sources = np.array([shard.source for shard in self.shards], np.object_)[shards]
+        named = dict.fromkeys(shard.source for shard in self.shards)
+        return {each: own for each in named if len(own := indices[sources == each])}
+
     def place_of(self, index: int) -> tuple[ShardEntry, int]:
         """A sample's shard, and the token of that shard which it begins with."""
         if not 0 <= index < self.num_samples:
@@ -177,7 +174,7 @@ class TokenShards:
         self._files = files
         self._context = context
         self._has_documents = has_documents
-        self._dtype = np.dtype(f"<u{manifest.token_bytes}")
+        self._reader = ShardReader(files, token_bytes=manifest.token_bytes)
         self._splits: dict[Split, _SplitShards] = {
             "training": _SplitShards(manifest.training, context, manifest.row),
             "held_out": _SplitShards(manifest.held_out, context, manifest.row),
@@ -226,7 +223,7 @@ class TokenShards:
             if shard.mask is not None:
                 add(shard.mask, (first + 1) // 8, -(-last // 8))
             if self._has_documents and shard.offsets is not None:
-                add(shard.offsets, 0, (shard.num_documents + 1) * OFFSET_BYTES)
+                add(shard.offsets, 0, offsets_bytes(shard.num_documents))
         return pieces
 
     def expect(self, split: Split, indices: Indices) -> None:
@@ -247,7 +244,7 @@ class TokenShards:
         tokens = np.empty((len(indices), length), np.int64)
         for row, index in enumerate(indices.tolist()):
             shard, start = self._splits[split].place_of(index)
-            tokens[row] = self._tokens(shard, start, start + length)
+            tokens[row] = self._reader.tokens(shard, start, start + length)
         if tokens.size and int(tokens.max()) >= self._manifest.vocab_size:
             raise BadDataError(
                 f"the tokens have a number {int(tokens.max())}, and by their manifest end at "
@@ -260,16 +257,14 @@ class TokenShards:
             documents=self._documents(split, indices) if self._has_documents else None,
         )
 
+    def held_out_by_source(self, indices: Indices) -> dict[str, Indices]:
+        """See Dataset."""
+        return self._splits["held_out"].by_source(indices)
+
     def num_counted(self, split: Split, indices: Indices) -> int:
         """See Dataset."""
         counted = self._counted(split, indices)
         return len(indices) * self._context if counted is None else int(counted.sum())
-
-    def _tokens(self, shard: ShardEntry, start: int, stop: int) -> Tokens:
-        size = self._manifest.token_bytes
-        first = shard.first
-        found = self._files.read(shard.tokens, (first + start) * size, (first + stop) * size)
-        return found.view(self._dtype).astype(np.int64)
 
     def _counted(self, split: Split, indices: Indices) -> npt.NDArray[np.bool_] | None:
         """Which targets are predicted [B, T]; None where the split has no masks."""
@@ -278,12 +273,10 @@ class TokenShards:
             return None
         counted = np.ones((len(indices), self._context), np.bool_)
         for row, (shard, start) in enumerate(places):
-            if shard.mask is not None:
-                first = shard.first + start + 1  # a target is the token after the input
-                last = first + self._context
-                packed = self._files.read(shard.mask, first // 8, -(-last // 8))
-                bits = np.unpackbits(packed, bitorder="little")[first % 8 :]
-                counted[row] = bits[: self._context]
+            first = start + 1  # a target is the token after the input
+            bits = self._reader.counted(shard, first, first + self._context)
+            if bits is not None:
+                counted[row] = bits
         return counted
 
     def _documents(self, split: Split, indices: Indices) -> npt.NDArray[np.int32]:
@@ -292,14 +285,13 @@ class TokenShards:
         documents = np.zeros((len(indices), length), np.int32)
         for row, index in enumerate(indices.tolist()):
             shard, start = self._splits[split].place_of(index)
-            if shard.offsets is None:
+            offsets = self._reader.offsets(shard)
+            if offsets is None:
                 raise ConfigError(
                     f"{shard.tokens} comes without the places where its documents begin",
                     next_step="prepare the tokens again, or leave attention across documents as it is",
                 )
-            raw = self._files.read(shard.offsets, 0, (shard.num_documents + 1) * OFFSET_BYTES)
-            offsets = raw.view("<u8")
-            own = np.arange(start, start + length, dtype=np.uint64)
+            own = np.arange(start, start + length)
             found = np.searchsorted(offsets, own, side="right")
             documents[row] = found - found[0]
         return documents
@@ -315,16 +307,14 @@ def learned_of_held_out(folder: Path, manifest: Manifest) -> npt.NDArray[np.int6
     Of shards that are not in the folder nothing is counted, and of long ones only how they begin.
     """
     files = MappedFiles(folder, manifest.files, manifest.piece_bytes)
-    dtype = np.dtype(f"<u{manifest.token_bytes}")
+    reader = ShardReader(files, token_bytes=manifest.token_bytes)
     found = np.zeros(manifest.vocab_size, np.int64)
     for shard in manifest.held_out:
         if not all((folder / name).is_file() for name in (shard.tokens, shard.mask) if name):
             continue
-        first, last = shard.first, shard.first + min(shard.num_tokens, MOST_LOOKED_AT)
-        tokens = files.read(shard.tokens, first * dtype.itemsize, last * dtype.itemsize).view(dtype)
-        if shard.mask is not None:
-            packed = files.read(shard.mask, first // 8, -(-last // 8))
-            bits = np.unpackbits(packed, bitorder="little")[first % 8 :]
-            tokens = tokens[bits[: last - first].astype(np.bool_)]
+        num_tokens = min(shard.num_tokens, MOST_LOOKED_AT)
+        tokens = reader.tokens(shard, 0, num_tokens)
+        if (counted := reader.counted(shard, 0, num_tokens)) is not None:
+            tokens = tokens[counted]
         found += np.bincount(tokens, minlength=len(found))[: len(found)]
     return found

@@ -60,6 +60,7 @@ from node.island.training.optimizers import (
     iteration_dtype_of,
 )
 from protocol.run.run_spec import InnerSection, RunSpec
+from protocol.wire.rounds import SourceLoss
 
 
 class Forward(Protocol):
@@ -454,22 +455,37 @@ class Losses:
             self._compute_statistics(on_batch)
             available = self._corpus.num_held_out_samples
             chosen = held_out_choice(self._spec.evaluation.samples, available)
-            count = len(chosen)
-            own = chosen[self._mesh.share(count)]
-            rows = self._engine.rows
-            most = -(-count // self._mesh.num_data)  # of any rank: all must go on together
-            sums = torch.zeros(4, dtype=torch.float64)
-            for start in range(0, most, rows):
-                own_chosen = own[start : start + rows]
-                batch = self._drawn("held_out", own_chosen)
-                sums += self._engine.measure(batch, num_samples=len(own_chosen)).tallied()
-                on_batch()
-        loss, weight, metric, samples = self._mesh.summed(sums).tolist()
+            by_source = self._corpus.held_out_by_source(chosen)
+            each = torch.stack([self._sums_of(own, on_batch) for own in by_source.values()])
+        sums = self._mesh.summed(each)
+        loss, weight, metric, samples = sums.sum(dim=0).tolist()
+        tokens = [self._corpus.num_counted("held_out", own) for own in by_source.values()]
+        losses = (sums[:, 0] / sums[:, 1].clamp(min=1.0)).tolist()
         return Evaluation(
             loss=loss / max(1.0, weight),
-            tokens=self._corpus.num_counted("held_out", chosen),
+            tokens=sum(tokens),
             metric=metric / samples if self._engine.has_metric else None,
+            by_source=tuple(
+                SourceLoss(source=source, loss=loss, tokens=tokens)
+                for source, loss, tokens in zip(by_source, losses, tokens, strict=True)
+            )
+            if len(by_source) > 1
+            else (),
         )
+
+    def _sums_of(self, chosen: Indices, on_batch: Callable[[], None]) -> Tensor:
+        """What this rank measures of some held-out samples, as `Measured.tallied` has it."""
+        count = len(chosen)
+        own = chosen[self._mesh.share(count)]
+        rows = self._engine.rows
+        most = -(-count // self._mesh.num_data)  # of any rank: all must go on together
+        sums = torch.zeros(4, dtype=torch.float64)
+        for start in range(0, most, rows):
+            own_chosen = own[start : start + rows]
+            batch = self._drawn("held_out", own_chosen)
+            sums += self._engine.measure(batch, num_samples=len(own_chosen)).tallied()
+            on_batch()
+        return sums
 
     def of_samples(
         self, places: Sequence[int], on_sample: Callable[[], None] = lambda: None
