@@ -6,6 +6,7 @@ peers call it at any time through the transport.
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from random import Random
@@ -34,6 +35,7 @@ from node.exchange.state.catch_up import CatchUp, CoordinatorCalls
 from node.exchange.state.donor import Donor, ServedState
 from node.exchange.state.sources import StateHere
 from node.outer_state import Vector
+from protocol.errors import AtollError
 from protocol.wire.messages import AuditAsked, RoundNews, SliceTakenOver, SpotCheckAsked
 from protocol.wire.payload import Payload, PayloadHeader
 from protocol.wire.rounds import Commit, Digest, NodeId, Plan, RosterEntry, RoundSpan
@@ -246,8 +248,11 @@ class Exchange:
         if self._disk is None:
             self.history.forget_after(round)
         else:
+            with suppress(AtollError):  # what is still being written is undone, too
+                await self._disk.settled()
             async with self._lock:
                 await self._heavy(partial(self._disk.forget_after, round))
+        self._donor.drop()
 
     @property
     def is_durable(self) -> bool:

@@ -65,6 +65,19 @@ async def test_all_who_join_together_get_one_copy() -> None:
 
 
 @in_virtual_time
+async def test_a_state_that_is_undone_while_it_is_opened_is_not_served() -> None:
+    node = Opened(state_at(17), state_at(2))
+    asked = asyncio.create_task(node.round_for(2))
+    await asyncio.sleep(0)
+    assert node.num_opened == 1
+    node.states = [state_at(2)]
+    node.donor.drop()
+    assert await asked is None
+    assert await node.round_for(2) == 2
+    assert await node.first_chunk(17) is None
+
+
+@in_virtual_time
 async def test_headers_say_what_a_manifest_and_a_chunk_are() -> None:
     node = Opened(state_at(7))
     payload = await node.donor.manifest(WantManifest(oldest_round=7, newest_round=7))

@@ -156,6 +156,45 @@ class Gate:
         return work()
 
 
+@in_virtual_time
+async def test_a_snapshot_of_an_undone_round_that_is_still_being_written_does_not_stay(
+    tmp_path: Path,
+) -> None:
+    scene = await swarm_on(tmp_path)
+    node = scene.nodes[A]
+    assert node.disk is not None
+    node.disk._aside = gate = Gate()
+    await trained(scene, 1, settles=False)
+    going_back = asyncio.create_task(node.exchange.forget_after(0))
+    await asyncio.sleep(1)
+    gate.open.set()
+    await going_back
+    await asyncio.sleep(1)
+    assert node.disk.snapshots.rounds() == [0]
+    await scene.stop()
+
+
+@in_virtual_time
+async def test_a_snapshot_of_a_later_round_than_the_node_holds_is_not_served(
+    tmp_path: Path,
+) -> None:
+    scene = await swarm_on(tmp_path)
+    node = scene.nodes[A]
+    assert node.disk is not None
+    first = node.outer.snapshot()
+    for number in (1, 2):
+        await trained(scene, number)
+    node.disk.save_whole(node.outer)
+    newest = WantManifest(oldest_round=0)
+    payload = await node.exchange.supply(B, newest)
+    assert payload is not None and payload.header.round == 2
+    node.exchange._donor.drop()
+    node.outer.restore(first, None)
+    payload = await node.exchange.supply(B, newest)
+    assert payload is not None and payload.header.round == 0
+    await scene.stop()
+
+
 @pytest.mark.parametrize("void", [(), (0,)], ids=["due", "late work"])
 @in_virtual_time
 async def test_rounds_go_on_while_a_snapshot_is_written_and_leave_no_trace_in_it(

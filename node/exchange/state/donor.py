@@ -91,6 +91,7 @@ class Donor:
         )
         self._copies: dict[int, _Copy] = {}  # by round
         self._opening = asyncio.Lock()  # whoever asks at the same time gets the same copy
+        self._num_drops = 0
         self._timer: asyncio.TimerHandle | None = None
 
     async def manifest(self, want: WantManifest) -> Payload | None:
@@ -139,7 +140,8 @@ class Donor:
         )
 
     def drop(self) -> None:
-        """Serves nothing any more, until somebody asks for a manifest."""
+        """Serves nothing any more, nor what is being opened now, until somebody asks for a manifest."""
+        self._num_drops += 1
         self._copies.clear()
         if self._timer is not None:
             self._timer.cancel()
@@ -163,10 +165,13 @@ class Donor:
             oldest = None
         if oldest is not None and now() - self._copies[oldest].since < COPY_LONGEST_SECONDS:
             return None
+        num_drops = self._num_drops
         state = await self._open_state(want)
         if state is None:
             return None
         manifest = await self._heavy(partial(self._manifest_of, state))
+        if self._num_drops != num_drops:
+            return None  # of a round that is undone meanwhile; whoever asks will ask again
         if manifest is None:
             log.warning("a snapshot to be served is damaged", round=state.round)
             return None

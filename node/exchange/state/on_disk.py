@@ -354,13 +354,20 @@ class StateOnDisk:
     async def served(
         self, includes: Callable[[int], bool], outer: Outer, *, lock: asyncio.Lock, heavy: Heavy
     ) -> OpenSnapshot | None:
-        """A state of such a round, written for it where need be; None where there is none now."""
-        opened = await heavy(partial(self.opened, includes))
+        """A state of such a round, written for it where need be; None where there is none now.
+
+        None of a later round than the node's own: it was undone, and its snapshot may still be here.
+        """
+
+        def suits(round: int) -> bool:
+            return round <= outer.round and includes(round)
+
+        opened = await heavy(partial(self.opened, suits))
         if opened is not None:
             return opened
         writing = self._writing
         try:
-            if writing is None or not includes(writing.round):
+            if writing is None or not suits(writing.round):
                 if lock.locked():
                     return None  # it is changing; nodes that catch up must not wait for each other
                 async with lock:
