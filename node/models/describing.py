@@ -1,9 +1,10 @@
 """What a run's model is, found out where it can be built, and written into the run's folder.
 
 `description.json` holds its tensors, and the digest of the weights that the run begins with where they
-are given; `first.safetensors` holds those that torch has drawn. `atoll init` has it made by one process of
+are given; `first.safetensors` holds those that torch has drawn. `atoll init` has it made by a process of
 this side, which also says what of a run file follows from a model's folder and from data: the coordinator
-imports no torch.
+imports no torch. The digest is of the tensors in the order of fragments, which are chosen by what was found:
+so a folder's weights are read by a second process, once the run file is there.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,17 +20,21 @@ from node.island.data.dataset import refuse_other_than_text, sizes_of_splits, te
 from node.island.models.code import DIGITS, code_digest, functions_of
 from node.island.parallel.auto_mesh import DeviceKind, need_of, node_bytes, wanted_bytes
 from node.island.parallel.mesh_shape import LocalTraining, MeshShape
+from node.kept import say_of_many
 from node.machine.hardware import Hardware, look_around
+from node.models.folders import CONFIG, GENERATION_CONFIG, has_weights
 from node.models.reading import (
-    CONFIG,
-    GENERATION_CONFIG,
+    check_tensors,
     digest_of_first,
     ends_in,
-    has_weights,
+    look_at_model,
     read_config,
-    read_json,
     read_settings,
+    read_tensors,
     read_weights,
+    refuse_what_is_no_number,
+    stored_tensors,
+    tensors_in,
     write_first,
 )
 from node.outer_state import Vector
@@ -49,6 +54,7 @@ from protocol.run.run_files import (
     Asked,
     description_file,
     load_run_file,
+    load_run_folder,
     validated,
 )
 from protocol.run.run_spec import DataSection, RunSpec
@@ -84,7 +90,7 @@ def describe_asked(folder: Path, source: Path | None, asked: Asked) -> dict[str,
     notes: list[str] = []
     if source is not None and asked.by != "function":
         # What is no folder of a model is told without loading transformers.
-        read_json(source / CONFIG)
+        look_at_model(source)
     data, vocab_size, there = _data_of(source, asked)
     if (packed := there.get("packed_context")) is not None:
         asked = replace(asked, context=_as_packed(packed, asked, notes))
@@ -134,7 +140,18 @@ def describe_run(folder: Path, *, source: Path | None, is_forced: bool) -> dict[
             f"{path} is there already",
             next_step="add --force to make it anew; a run that has begun keeps what it has",
         )
-    return _facts_of(_describe(folder, load_run_file(folder / RUN_FILE), source), source)
+    spec = _describe(folder, load_run_file(folder / RUN_FILE), source)
+    if spec.first_digest is None:
+        spec = _with_first_digest(folder, spec, source)
+    return _facts_of(spec, source)
+
+
+def describe_first(folder: Path, *, source: Path | None) -> dict[str, Any]:
+    """Reads the weights that the described run of the run file in `folder` begins with; says their digest."""
+    spec = load_run_folder(folder, RUN_FILE, may_be_stale=True)
+    spec = _with_first_digest(folder, spec, source)
+    assert spec.description is not None
+    return {"first_digest": spec.description.first_digest}
 
 
 def in_words(facts: Mapping[str, Any]) -> str:
@@ -161,6 +178,7 @@ def _facts_of(spec: RunSpec, source: Path | None) -> dict[str, Any]:
     is_decoder, is_function = (
         isinstance(spec.model, kind) for kind in (DecoderModel, FunctionModel)
     )
+    first_weights = str(source) if is_decoder else FIRST_WEIGHTS
     return {
         "num_parameters": spec.num_parameters,
         "num_frozen": spec.description.num_frozen,
@@ -168,7 +186,7 @@ def _facts_of(spec: RunSpec, source: Path | None) -> dict[str, Any]:
         "num_layers": spec.num_layers,
         "has_loaded": spec.description.has_loaded,
         "first_digest": given,
-        "first_weights": "" if not given else str(source) if is_decoder else FIRST_WEIGHTS,
+        "first_weights": first_weights,
         "code_digest": code_digest(spec)[:DIGITS] if functions_of(spec) else "",
         "machine": _machine(spec, look_around("auto")),
         "notes": [
@@ -502,6 +520,25 @@ def _describe(folder: Path, spec: RunSpec, source: Path | None) -> RunSpec:
     return described
 
 
+def _with_first_digest(folder: Path, spec: RunSpec, source: Path | None) -> RunSpec:
+    """The described run with the digest of its first weights: a folder's, or those that torch has made."""
+    is_decoder = isinstance(spec.model, DecoderModel)
+    origin = source if is_decoder and source is not None else folder / FIRST_WEIGHTS
+    say_of_many(spec.num_parameters, f"reading the weights in {origin}")
+    weights = np.empty(spec.num_parameters, np.float32)
+    if is_decoder:
+        read_weights(origin, spec, weights)
+    else:
+        read_tensors(tensors_in(origin), spec, weights, origin=origin)
+    refuse_what_is_no_number(weights, layout_of(spec), origin=origin)
+    assert spec.description is not None
+    digest = digest_of_first(weights).hex()
+    description = spec.description.model_copy(update={"first_digest": digest})
+    spec = spec.model_copy(update={"description": description})
+    write_atomically(folder / DESCRIPTION_FILE, description_file(spec))
+    return spec
+
+
 def _described(spec: RunSpec, folder: Path, source: Path | None) -> Description:
     if isinstance(spec.model, DecoderModel):
         if source is None:
@@ -509,11 +546,9 @@ def _described(spec: RunSpec, folder: Path, source: Path | None) -> Description:
                 "the tensors of this run's model follow from its sizes, and its weights from its seed",
                 next_step="name a transformers folder with --from to begin with its weights",
             )
-        weights = np.empty(spec.num_parameters, np.float32)
-        read_weights(source, spec, weights)
-        digest = digest_of_first(weights)
-        told = {"first_digest": digest.hex(), "has_loaded": True}
-        return Description.model_validate({**told, **read_settings(source)})
+        look_at_model(source)
+        check_tensors(stored_tensors(source), spec, origin=source)
+        return Description.model_validate({"has_loaded": True, **read_settings(source)})
     from node.island.models.describing import describe, first_vector, has_loaded
 
     if isinstance(spec.model, TransformersModel) and source is None:
@@ -525,7 +560,11 @@ def _described(spec: RunSpec, folder: Path, source: Path | None) -> Description:
     described = spec.model_copy(update={"description": description})
     is_whole = isinstance(spec.model, TransformersModel) and spec.adapters is None
     is_given = source is not None and has_weights(source)
+    if is_given and source is not None:
+        look_at_model(source)
+        say_of_many(described.num_parameters, f"reading the weights in {source}")
     weights = first_vector(described, source if is_given and is_whole else None)
+    refuse_what_is_no_number(weights, layout_of(described), origin=source)
     _write_weights(folder / FIRST_WEIGHTS, described, weights)
     is_function = isinstance(spec.model, FunctionModel)
     first = {

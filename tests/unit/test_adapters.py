@@ -232,9 +232,9 @@ def test_a_quantised_base_is_refused_before_its_weights_are_read(tmp_path: Path)
     config = tmp_path / "base" / "config.json"
     quantised = {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
     config.write_text(json.dumps(json.loads(config.read_text()) | quantised))
-    with pytest.raises(ConfigError, match=r"config\.json has 'quantization_config'") as caught:
+    with pytest.raises(BadDataError, match=r"is quantised \(bitsandbytes\)") as caught:
         trainer.take_base(tmp_path / "base")
-    assert "save them in fp32" in caught.value.next_step
+    assert "that it was quantised from" in caught.value.next_step
 
 
 def test_adapters_are_drawn_from_the_seed_alone(tmp_path: Path) -> None:
