@@ -75,6 +75,12 @@ _ANOTHER_FORMAT = (
 )
 
 
+def name_of_model(folder: Path) -> str:
+    """What others know a model as: by its folder's name, or of a snapshot in the hub's cache by the hub's."""
+    kind, *name = folder.parent.parent.name.split("--")
+    return "/".join(name) if kind == "models" and folder.parent.name == "snapshots" else folder.name
+
+
 def _fetching(folder: Path) -> str:
     """What to type for what is not here, perhaps a name on the hub: nothing is fetched unasked."""
     usual = "name a folder as transformers' save_pretrained writes it"

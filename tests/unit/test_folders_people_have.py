@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from coordinator.presets import loss
 from node.island.models.transformers import saved_model
+from node.models.folders import name_of_model
 from node.models.reading import StoredTensor, look_at_model
 from node.outer_state import Vector
 from protocol.errors import AtollError
@@ -208,6 +209,13 @@ def test_a_name_on_the_hub_is_told_with_what_fetches_it(
         look_at_model(Path(named))
     assert fetched in refused.value.next_step
     assert refused.value.next_step.endswith("then --from Qwen2-0.5B")
+
+
+def test_a_snapshot_in_the_hubs_cache_is_known_by_its_name_on_the_hub() -> None:
+    cache = Path("/home/me/.cache/huggingface/hub")
+    assert name_of_model(cache / "models--Qwen--Qwen2-0.5B/snapshots/abc") == "Qwen/Qwen2-0.5B"
+    assert name_of_model(cache / "models--gpt2/snapshots/abc") == "gpt2"
+    assert name_of_model(Path("/srv/snapshots/tiny")) == name_of_model(Path("/srv/tiny")) == "tiny"
 
 
 @pytest.mark.usefixtures("described_here")

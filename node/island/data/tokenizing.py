@@ -129,8 +129,8 @@ class FileTokenizer:
         self.vocab_size = vocab_size_of(self._tokenizer)
         self._config = settings_of_tokenizer(folder)
         self.end_of_document = self._end(vocabulary, end_of_document, origin or path)
-        self._begin = _before_a_text(self._tokenizer)
-        self._templates = _chat_templates_of(folder, self._config)
+        self._begin = before_a_text(self._tokenizer)
+        self._templates = chat_templates_of(folder, self._config)
         self.unknown = _unknown_of(self._tokenizer, vocabulary)
         if self.unknown == self.end_of_document:  # then nobody can tell
             self.unknown = None
@@ -216,7 +216,7 @@ class FileTokenizer:
 
     def _conversation(self, document: Document) -> list[Encoded]:
         has_tools = bool(document.given.get("tools"))
-        template = self._templates.get(_FOR_TOOLS if has_tools else _USUAL)
+        template = self._templates.get(_FOR_TOOLS if has_tools else USUAL_TEMPLATE)
         if template is None:
             raise ConfigError(
                 "the data has conversations in 'messages', and the tokenizer comes without a chat template",
@@ -259,11 +259,11 @@ def _within(encoding: Any, spans: "list[Span]") -> npt.NDArray[np.bool_]:
     return counted
 
 
-_USUAL, _FOR_TOOLS = "default", "tool_use"
+USUAL_TEMPLATE, _FOR_TOOLS = "default", "tool_use"
 """Chat templates, as transformers names them where a tokenizer has several."""
 
 
-def _chat_templates_of(folder: Path, config: dict[str, Any]) -> "dict[str, ChatTemplate]":
+def chat_templates_of(folder: Path, config: dict[str, Any]) -> "dict[str, ChatTemplate]":
     """The usual template of a tokenizer's folder and the one for tools, which may be the same."""
     sources = _templates_in_files(folder) or _templates_in(config)
     if not sources:
@@ -273,16 +273,16 @@ def _chat_templates_of(folder: Path, config: dict[str, Any]) -> "dict[str, ChatT
     names = {key: value for key, value in config.items() if key.endswith("_token")}
     found = {
         name: ChatTemplate(sources[name], {"bos_token": "", "eos_token": "", **names})
-        for name in (_USUAL, _FOR_TOOLS)
+        for name in (USUAL_TEMPLATE, _FOR_TOOLS)
         if name in sources
     }
-    return {_FOR_TOOLS: found[_USUAL], **found} if _USUAL in found else found
+    return {_FOR_TOOLS: found[USUAL_TEMPLATE], **found} if USUAL_TEMPLATE in found else found
 
 
 def _templates_in_files(folder: Path) -> dict[str, str]:
     """Chat templates by their names, which transformers puts before those of the settings."""
     more = sorted((folder / _MORE_TEMPLATES).glob("*.jinja"))
-    files = {_USUAL: folder / _TEMPLATE, **{path.stem: path for path in more}}
+    files = {USUAL_TEMPLATE: folder / _TEMPLATE, **{path.stem: path for path in more}}
     return {name: path.read_text("utf-8") for name, path in files.items() if path.is_file()}
 
 
@@ -291,7 +291,9 @@ def _templates_in(config: dict[str, Any]) -> dict[str, str]:
     found = config.get("chat_template")
     if isinstance(found, list):
         return {each["name"]: each["template"] for each in found}
-    return found if isinstance(found, dict) else {} if found is None else {_USUAL: str(found)}
+    return (
+        found if isinstance(found, dict) else {} if found is None else {USUAL_TEMPLATE: str(found)}
+    )
 
 
 LONGEST_ENCODED = DOCUMENT_BYTES + LONGEST_LINE_BYTES
@@ -326,7 +328,7 @@ def _unknown_of(tokenizer: Any, vocabulary: Mapping[str, int]) -> int | None:
     return vocabulary.get(model.get("unk_token") or "")
 
 
-def _before_a_text(tokenizer: Any) -> list[int]:
+def before_a_text(tokenizer: Any) -> list[int]:
     """What a tokenizer puts before a text by itself, as <bos>: who asks the model does so as well."""
     some = "a"
     alone = tokenizer.encode(some, add_special_tokens=False).ids
