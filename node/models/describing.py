@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from safetensors import SafetensorError
 
 from node.island.data.dataset import refuse_other_than_text, sizes_of_splits, text_files
@@ -22,11 +21,11 @@ from node.island.parallel.auto_mesh import DeviceKind, need_of, node_bytes, want
 from node.island.parallel.mesh_shape import LocalTraining, MeshShape
 from node.kept import say_of_many
 from node.machine.hardware import Hardware, look_around
-from node.models.folders import CONFIG, GENERATION_CONFIG, has_weights
+from node.models.ends_of_answers import look_at_ends_of_answers, look_at_ends_of_private_answers
+from node.models.folders import CONFIG, has_weights
 from node.models.reading import (
     check_tensors,
     digest_of_first,
-    ends_in,
     look_at_model,
     read_config,
     read_settings,
@@ -38,7 +37,7 @@ from node.models.reading import (
     write_first,
 )
 from node.outer_state import Vector
-from protocol.errors import AtollError, BadDataError, CannotCreateError, NoInputError, UsageError
+from protocol.errors import BadDataError, CannotCreateError, NoInputError, UsageError
 from protocol.files.durable import as_typed, refusal_to_write, write_atomically
 from protocol.run.models import (
     BYTES_VOCABULARY,
@@ -77,6 +76,11 @@ COMPARES_SAMPLES = (
     "part a batch, have to be alike on all nodes"
 )
 
+_MORE_THAN_MODEL = (
+    "adapters of rank {} have more parameters than the model below them: a lower rank learns as much with "
+    "fewer, and without --lora all of the model is trained"
+)
+
 Tables = dict[str, dict[str, Any]]
 
 
@@ -97,9 +101,9 @@ def describe_asked(folder: Path, source: Path | None, asked: Asked) -> dict[str,
     if there.pop("has_answers", False) and asked.by != "function":
         if _keeps_documents_apart(source, asked, notes):
             data["across_documents"] = False
-        _look_at_ends_of_answers(source, asked, notes)
+        look_at_ends_of_answers(source, asked, notes)
     if data.get("private") and data["source"] == "tokens":
-        _look_at_ends_of_private_answers(source, asked.tokenizer, notes)
+        look_at_ends_of_private_answers(source, asked.tokenizer, notes)
     has_samples = asked.data_function is not None or asked.loop
     if asked.by == "function" and not has_samples and asked.context is None:
         raise UsageError(
@@ -194,10 +198,16 @@ def _facts_of(spec: RunSpec, source: Path | None) -> dict[str, Any]:
             for note, holds in (
                 (HAS_LOADED, spec.description.has_loaded and is_function),
                 (COMPARES_SAMPLES, spec.description.compares_samples),
+                (_MORE_THAN_MODEL.format(spec.lora.rank), _has_more_than_its_model(spec)),
             )
             if holds
         ],
     }
+
+
+def _has_more_than_its_model(spec: RunSpec) -> bool:
+    assert spec.description is not None
+    return spec.adapters is not None and spec.num_parameters > spec.description.num_frozen
 
 
 def _model_of(source: Path | None, asked: Asked) -> tuple[dict[str, Any], int | None]:
@@ -274,106 +284,6 @@ def _keeps_documents_apart(source: Path | None, asked: Asked, notes: list[str]) 
         "conversations that share a sample do not see each other"
     )
     return True
-
-
-def _look_at_ends_of_answers(source: Path | None, asked: Asked, notes: list[str]) -> None:
-    """Says where a model learns no token after which it stops writing: it would go on after each answer.
-
-    So it is with a chat template whose turns end otherwise than the documents of its tokenizer.
-    """
-    from node.island.data.manifest import read_manifest
-    from node.island.data.token_shards import learned_of_held_out
-    from node.island.data.tokenizing import open_tokenizer
-
-    tokens = Path(asked.data[0])
-    manifest = read_manifest(tokens)
-    learned = learned_of_held_out(tokens, manifest)
-    if not (tokens / TOKENIZER).is_file() or not learned.any():
-        return
-    tokenizer = open_tokenizer(tokens / TOKENIZER)
-    found = _end_that_is_learned(tokenizer, _ends_of(source, manifest.end_of_document), learned)
-    if found is None:
-        return
-    stops, name, ends = found
-    if name is None:
-        notes.append(
-            f"no answer in {tokens} ends with {stops}, after which the model writes no more, so it will "
-            "write on after its answers: let the chat template write it after each answer, and prepare the "
-            "conversations again"
-        )
-        return
-    mend = (
-        f"prepare them with --end-of-document '{name}'"
-        if source is None
-        else f'write "eos_token_id": {ends} into {source / GENERATION_CONFIG}, and begin anew'
-    )
-    notes.append(
-        f"answers in {tokens} end with {name!r}, and the model writes until {stops}, so it will write on "
-        f"after its answers: {mend}"
-    )
-
-
-def _look_at_ends_of_private_answers(
-    source: Path | None, named: str | None, notes: list[str]
-) -> None:
-    """The same of data that are not here, by an answer that the tokenizer's chat template writes out."""
-    from node.island.data.records import Document
-    from node.island.data.tokenizing import FileTokenizer, open_tokenizer, tokenizer_files
-
-    path = tokenizer_files(Path(named) if named is not None else source or Path())[TOKENIZER]
-    asked = {"role": "user", "content": "hello"}, {"role": "assistant", "content": "hello"}
-    conversation = Document(text=b"", messages=asked, learned=(False, True), where="a conversation")
-    try:
-        tokenizer = FileTokenizer(path.parent)
-        ((answer, *_),) = tokenizer.encode([conversation])
-    except AtollError:
-        return  # without a chat template, or one that can be used, holders can have no conversations
-    assert answer.counted is not None  # of a conversation not all is learned
-    learned = np.bincount(answer.tokens[answer.counted], minlength=tokenizer.vocab_size)
-    ends = _ends_of(source, tokenizer.end_of_document)
-    found = _end_that_is_learned(open_tokenizer(path), ends, learned)
-    if found is None:
-        return
-    stops, name, both = found
-    end = "no special token" if name is None else repr(name)
-    if name is None:
-        mend = f"let the chat template beside {path} write it after each answer"
-    elif source is None:
-        mend = f'write "eos_token": "{name}" into {path.parent / "tokenizer_config.json"}'
-    else:
-        mend = f'write "eos_token_id": {both} into {source / GENERATION_CONFIG}'
-    notes.append(
-        f"where members' data are conversations, answers end with {end} by the chat "
-        f"template beside {path}, and the model writes until {stops}, so it will write on after its answers: "
-        f"{mend}, and begin anew"
-    )
-
-
-def _ends_of(source: Path | None, end_of_document: int | None) -> frozenset[int]:
-    """The tokens after which the model writes no more."""
-    ends = frozenset[int]()
-    if source is not None:
-        told = read_settings(source)
-        ends = ends_in(told.get("generation_config", {}), told["config"])
-    return ends or frozenset(() if end_of_document is None else (end_of_document,))
-
-
-def _end_that_is_learned(
-    tokenizer: Any, ends: frozenset[int], learned: npt.NDArray[np.integer]
-) -> tuple[str, str | None, list[int]] | None:
-    """Where the model does not learn to write an end: its ends in words, what it does learn, and all of them.
-
-    `learned` is how often each token is. None where it learns one, or has none.
-    """
-    if not ends or any(learned[end] for end in ends if end < len(learned)):
-        return None
-    stops = " or ".join(repr(tokenizer.id_to_token(end) or str(end)) for end in sorted(ends))
-    added: dict[int, Any] = tokenizer.get_added_tokens_decoder()
-    special = [token for token, each in added.items() if each.special and learned[token]]
-    if not special:
-        return stops, None, sorted(ends)
-    usual = max(special, key=lambda token: learned[token])
-    return stops, added[usual].content, sorted({usual, *ends})
 
 
 def _as_packed(packed: int, asked: Asked, notes: list[str]) -> int:

@@ -57,12 +57,11 @@ def require_model(folder: Path) -> None:
             next_step=_ANOTHER_FORMAT if folder.suffix in _OTHER_FORMATS else "name its folder",
         )
     if not folder.exists():
-        raise NoInputError(f"{folder} is not there", next_step=_fetching(folder))
-    if below := sorted(path.parent for glob in _BELOW for path in folder.glob(f"{glob}/{CONFIG}")):
         raise NoInputError(
-            f"{folder} has no {CONFIG}, and {len(below)} below it {'has' if len(below) == 1 else 'have'} one",
-            next_step=f"name a model's own folder, as {as_typed(below[0])}",
+            f"{folder} is not there",
+            next_step=f"name a folder as transformers' save_pretrained writes it{fetching(folder, '--from')}",
         )
+    require_none_below(folder, CONFIG)
     other = next(_in_other_formats(folder), None)
     raise NoInputError(
         f"{folder / CONFIG} is not there" + (f", and weights are in {other} only" if other else ""),
@@ -81,18 +80,24 @@ def name_of_model(folder: Path) -> str:
     return "/".join(name) if kind == "models" and folder.parent.name == "snapshots" else folder.name
 
 
-def _fetching(folder: Path) -> str:
-    """What to type for what is not here, perhaps a name on the hub: nothing is fetched unasked."""
-    usual = "name a folder as transformers' save_pretrained writes it"
+def require_none_below(folder: Path, file: str) -> None:
+    """Raises NoInputError where folders below this one, which has no such file, have one."""
+    if below := sorted(path.parent for glob in _BELOW for path in folder.glob(f"{glob}/{file}")):
+        raise NoInputError(
+            f"{folder} has no {file}, and {len(below)} below it {'has' if len(below) == 1 else 'have'} one",
+            next_step=f"name that folder itself, as {as_typed(below[0])}",
+        )
+
+
+def fetching(folder: Path, option: str) -> str:
+    """What fetches what is not here, where it may be a name on the hub: nothing is fetched unasked."""
     found = _HUB_NAME.fullmatch(str(folder))
     if found is None:
-        return usual
+        return ""
     to = found["name"].rpartition("/")[2]
     revision = found["revision"] or found["branch"]
     at = f" --revision {revision}" if revision else ""
-    return (
-        f"{usual}; 'hf download {found['name']}{at} --local-dir {to}' fetches one, then --from {to}"
-    )
+    return f"; 'hf download {found['name']}{at} --local-dir {to}' fetches one, then {option} {to}"
 
 
 def weight_files(folder: Path) -> dict[str, list[str] | None]:
@@ -190,6 +195,15 @@ def not_there(path: Path) -> NoInputError:
         next_step="fetch the model again; folders of the hub's cache hold links, and 'cp -rL' copies what "
         "they lead to",
     )
+
+
+def is_pointer_of_lfs(path: Path) -> bool:
+    """Whether a clone without Git LFS has left a pointer in the file's place."""
+    try:
+        with path.open("rb") as file:
+            return file.read(len(LFS_POINTER)) == LFS_POINTER
+    except OSError:  # whoever reads it says why
+        return False
 
 
 def pointer_of_lfs(path: Path) -> BadDataError:

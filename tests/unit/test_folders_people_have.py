@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from coordinator.presets import loss
+from node.island.data.tokenizing import open_tokenizer, tokenizer_files
 from node.island.models.transformers import saved_model
 from node.models.folders import name_of_model
 from node.models.reading import StoredTensor, look_at_model
@@ -211,6 +212,37 @@ def test_a_name_on_the_hub_is_told_with_what_fetches_it(
     assert refused.value.next_step.endswith("then --from Qwen2-0.5B")
 
 
+@pytest.mark.parametrize(
+    ("spoil", "words", "next_step"),
+    [
+        (of_the_hubs_cache, "has no tokenizer.json, and 1", "snapshots/abc123"),
+        (lambda folder: spoilt(folder, "pointer"), "is a pointer of Git LFS", "git lfs pull"),
+        (lambda folder: spoilt(folder, "link"), "is a link to ../blobs/1, which is not", "cp -rL"),
+        (lambda folder: spoilt(folder, "nothing"), "has no tokenizer.json", "AutoTokenizer"),
+        (lambda _: Path("Qwen/Qwen2-0.5B"), "is not there", "then --tokenizer Qwen2-0.5B"),
+    ],
+)
+def test_a_folder_without_its_tokenizer_is_told_likewise(
+    spoil: Callable[[Path], Path], words: str, next_step: str, folder: Path
+) -> None:
+    named = spoil(folder)
+    with pytest.raises(AtollError) as refused:
+        open_tokenizer(tokenizer_files(named)["tokenizer.json"])
+    assert words in refused.value.what
+    assert next_step in refused.value.next_step
+
+
+def spoilt(folder: Path, left: str) -> Path:
+    """The folder with this in the place of its tokenizer."""
+    path = folder / "tokenizer.json"
+    path.unlink()
+    if left == "pointer":
+        path.write_text(LFS)
+    elif left == "link":
+        path.symlink_to("../blobs/1")
+    return folder
+
+
 def test_a_snapshot_in_the_hubs_cache_is_known_by_its_name_on_the_hub() -> None:
     cache = Path("/home/me/.cache/huggingface/hub")
     assert name_of_model(cache / "models--Qwen--Qwen2-0.5B/snapshots/abc") == "Qwen/Qwen2-0.5B"
@@ -269,3 +301,14 @@ def test_weights_are_read_once_whatever_fragments_are_chosen(
     assert spec.exchange.fragments == fragments
     assert spec.first_digest is not None
     assert sorted(names) == sorted(tensor.name for tensor in spec.tensors)
+
+
+@pytest.mark.usefixtures("described_here")
+@pytest.mark.parametrize(("rank", "is_told"), [(2, False), (64, True)])
+def test_adapters_that_are_more_than_their_model_are_told(
+    rank: int, is_told: bool, llama: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    tokens = ("--data", llama.parent / "tokens", "--context", 32)
+    made(tmp_path / "run", "--from", llama, *tokens, "--lora", rank)
+    told = f"adapters of rank {rank} have more parameters than the model below them"
+    assert (told in capfd.readouterr().out) == is_told

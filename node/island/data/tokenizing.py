@@ -21,6 +21,13 @@ from node.installed import needs_package
 from node.island.data.documents import DOCUMENT_BYTES, LONGEST_LINE_BYTES
 from node.island.data.manifest import TOKENIZER_FILE
 from node.island.data.records import Document
+from node.models.folders import (
+    fetching,
+    is_pointer_of_lfs,
+    not_there,
+    pointer_of_lfs,
+    require_none_below,
+)
 from protocol.errors import BadDataError, ConfigError, NoInputError, UsageError
 
 if TYPE_CHECKING:
@@ -384,6 +391,8 @@ def open_tokenizer(path: Path, *, origin: Path | None = None) -> Any:
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # processes share the cores
     tokenizers = needs_package("tokenizers", what=f"{path} is a tokenizer")
+    if is_pointer_of_lfs(path):
+        raise pointer_of_lfs(origin or path)
     try:
         return tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # tokenizers raises bare Exception
@@ -427,10 +436,14 @@ def tokenizer_files(path: Path) -> dict[str, Path]:
         return {TOKENIZER_FILE: path}
     if (path / TOKENIZER_FILE).is_file():
         return {name: path / name for name in COPIED_FILES if (path / name).is_file()}
+    if (path / TOKENIZER_FILE).is_symlink():
+        raise not_there(path / TOKENIZER_FILE)
+    require_none_below(path, TOKENIZER_FILE)
     what = "has no tokenizer.json" if path.is_dir() else "is not there"
+    fetched = "" if path.is_dir() else fetching(path, "--tokenizer")
     raise NoInputError(
         f"the tokenizer {path} {what}",
-        next_step=f"name a tokenizer.json, or a folder with one; {_WRITE_ONE}",
+        next_step=f"name a tokenizer.json, or a folder with one{fetched or f'; {_WRITE_ONE}'}",
     )
 
 

@@ -403,7 +403,7 @@ def merged_model(
     if base is None:
         raise _no_base()
     model = adapt(saved_model(base), spec.adapters)
-    check_frozen(left_alone(model), spec.description.frozen_digest, where=str(base))
+    check_frozen(left_alone(model), spec.description.frozen_digest, base=base)
     with torch.no_grad():
         for name, value in values.items():
             model.get_parameter(name).copy_(value)
