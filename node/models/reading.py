@@ -352,7 +352,16 @@ def _first_of(path: Path, spec: RunSpec) -> _First:
         }
         first = _First(digest=spec.first_digest, origin=file, weights=stored, momentum=kept)
     for tensors in filter(None, (first.weights, first.momentum)):
-        check_tensors(tensors, spec, origin=first.origin)
+        try:
+            check_tensors(tensors, spec, origin=first.origin)
+        except BadDataError as error:
+            if isinstance(spec.model, DecoderModel) or first.origin != path:
+                raise
+            raise BadDataError(
+                error.what,
+                next_step=f"name the {FIRST_WEIGHTS} of the folder that 'atoll init' made: in memory "
+                "transformers may call tensors otherwise than on disk",
+            ) from error
     return first
 
 

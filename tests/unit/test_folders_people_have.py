@@ -8,15 +8,18 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import MixtralForCausalLM
 
 from coordinator.presets import loss
 from node.island.data.tokenizing import open_tokenizer, tokenizer_files
 from node.island.models.transformers import saved_model
 from node.models.folders import name_of_model
-from node.models.reading import StoredTensor, look_at_model
+from node.models.reading import StoredTensor, look_at_first, look_at_model
 from node.outer_state import Vector
-from protocol.errors import AtollError
+from protocol.errors import AtollError, BadDataError
+from tests.transformers_configs import CONFIGS
 from tests.unit.new_run_scene import described_here, init, llama, made
+from tests.unit.tokens_scene import prepared, write_jsonl
 
 __all__ = ["described_here", "llama"]
 
@@ -312,3 +315,21 @@ def test_adapters_that_are_more_than_their_model_are_told(
     made(tmp_path / "run", "--from", llama, *tokens, "--lora", rank)
     told = f"adapters of rank {rank} have more parameters than the model below them"
     assert (told in capfd.readouterr().out) == is_told
+
+
+@pytest.mark.usefixtures("described_here")
+def test_a_folder_whose_tensors_have_other_names_on_disk_is_told_with_the_file_that_fits(
+    llama: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "mixtral"
+    MixtralForCausalLM(CONFIGS["mixtral"]).save_pretrained(folder)
+    write_jsonl(tmp_path / "text.jsonl", 100)
+    prepared(tmp_path / "text.jsonl", out=tmp_path / "tokens")  # bytes
+    run, tokens = tmp_path / "run", ("--data", tmp_path / "tokens", "--context", 16)
+    spec = made(run, "--from", folder, "--by", "transformers", *tokens)
+    look_at_first(run, spec)
+    with pytest.raises(BadDataError, match="has no tensor") as refused:
+        look_at_first(folder, spec)
+    assert (
+        "name the first.safetensors of the folder that 'atoll init' made" in refused.value.next_step
+    )
