@@ -262,7 +262,7 @@ def _create(
     from coordinator.presets.composing import new_run
     from coordinator.presets.costly import costs_in_words
     from coordinator.presets.of_file import run_of_file
-    from coordinator.presets.wanted import described_as_chosen
+    from coordinator.presets.wanted import with_first_digest
 
     made: list[NewRun] = []
 
@@ -271,7 +271,7 @@ def _create(
             new = run_of_file(run_file, wanted.source, folder)
         else:
             new = new_run(wanted, folder)
-        facts = described_as_chosen(new.text, folder, wanted.source, new.facts)
+        facts = with_first_digest(new.text, folder, wanted.source, new.facts)
         made.append(replace(new, facts=facts))
         return new.text
 

@@ -443,6 +443,9 @@ def _prints_to_standard_error() -> Iterator[None]:
 @click.option("--json", "is_json", is_flag=True, help="Print JSON.")
 @click.option("--asked", help="Instead of DIR's run.toml: JSON of 'atoll init'.", hidden=True)
 @click.option("--data", "looks_at_data", is_flag=True, help="Look at its data alone.", hidden=True)
+@click.option(
+    "--first", "is_first", is_flag=True, help="Read its first weights alone.", hidden=True
+)
 def describe(
     directory: Path,
     source: Path | None,
@@ -450,6 +453,7 @@ def describe(
     is_json: bool,
     asked: str | None,
     looks_at_data: bool,
+    is_first: bool,
 ) -> None:
     """Find out what the model of the run in DIR is by building it, and write that down there.
 
@@ -467,7 +471,7 @@ def describe(
         look_at_run_data(load_run_folder(directory, "run.toml"), Path.cwd())
         return
     require_installed(to="describe a model")
-    from node.models.describing import describe_asked, describe_run, in_words
+    from node.models.describing import describe_asked, describe_first, describe_run, in_words
     from protocol.run.run_files import Asked
     from protocol.terminal.logging import start_logging
 
@@ -475,6 +479,8 @@ def describe(
     with _prints_to_standard_error():
         if asked is not None:
             facts = describe_asked(directory, source, Asked(**json.loads(asked)))
+        elif is_first:
+            facts = describe_first(directory, source=source)
         else:
             facts = describe_run(directory, source=source, is_forced=force)
     click.echo(json.dumps(facts) if is_json else in_words(facts))

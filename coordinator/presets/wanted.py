@@ -135,21 +135,19 @@ def look_at_data(folder: Path, spec: RunSpec) -> None:
         sys.exit(code)
 
 
-def described_as_chosen(text: str, folder: Path, source: Path | None, facts: Facts) -> Facts:
-    """Describes the run once more where its run file cuts the model into other fragments than was assumed.
+def with_first_digest(text: str, folder: Path, source: Path | None, facts: Facts) -> Facts:
+    """Has given weights read, unless their digest is that of the run file's fragments already.
 
-    The digest of given weights is of the tensors in the order of fragments, which are chosen by what the
-    model is.
+    It is of the tensors in the order of fragments, which are chosen by what the model is.
     """
-    if not facts.first_digest:
+    if not (facts.first_digest or facts.first_weights):
         return facts
     made_of = (description_beside(folder) or {}).get(MADE_OF, {})
     fragments = validated_file(tomllib.loads(text), origin=RUN_FILE).exchange.fragments
-    if fragments == made_of.get("exchange", {}).get("fragments", fragments):
+    if facts.first_digest and fragments == made_of.get("exchange", {}).get("fragments", fragments):
         return facts
     write_atomically(folder / RUN_FILE, text.encode())
-    again = described(folder, source, "--force")
-    return replace(facts, first_digest=again.first_digest)
+    return replace(facts, first_digest=described(folder, source, "--first").first_digest)
 
 
 def described(folder: Path, source: Path | None, *more: str) -> Facts:

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from node.kept import KeptModel
     from node.models.card import DType
 
+_USUAL_PROMPT = "def "  # the demo's text is Python
+
 TOKENIZER = click.option(
     "--tokenizer",
     metavar="PATH",
@@ -95,8 +97,9 @@ def export(
         code=code,
     )
     rounded = "" if dtype == "fp32" else ", rounded (--dtype fp32 keeps all bits)"
+    what = "model" if merged or model.spec.adapters is None else "adapters"
     click.echo(
-        f"wrote the model at round {model.round} ({model.outer_digest.hex()[:12]}) to {out} in "
+        f"wrote the {what} at round {model.round} ({model.outer_digest.hex()[:12]}) to {out} in "
         f"{dtype}{rounded}"
     )
     if problem:
@@ -125,6 +128,7 @@ def _exported(
     model = kept_model(home, round)
     from node.models.card import Origin, contributions_in
     from node.models.export import export_model, usual_dtype
+    from node.models.folders import name_of_model
     from node.models.text import end_of_text, files_of_tokenizer
 
     places = places_of(home, base=base, typed_in=Path.cwd())
@@ -156,7 +160,7 @@ def _exported(
         tokenizer=files_of_tokenizer(model.spec, places, named=tokenizer),
         end_of_text=end_of_text(model.spec, places, named=tokenizer),
         base=places.base if merges else None,
-        base_name="" if places.base is None else places.base.resolve().name,
+        base_name="" if places.base is None else name_of_model(places.base.resolve()),
         dtype=dtype,
         code=code,
     )
@@ -345,7 +349,12 @@ def _refuse_to_measure_what_has_no_text(home: Path, tokenizer: Path | None) -> N
 @ROUND
 @TOKENIZER
 @BASE
-@click.option("--prompt", default="def ", show_default=True, help="Text to go on from.")
+@click.option("--prompt", help="Text to go on from.  [default: 'def ']")
+@click.option(
+    "--chat",
+    metavar="TEXT",
+    help="What a user says, instead of --prompt: the model answers it by its tokenizer's chat template.",
+)
 @click.option(
     "--tokens",
     "num_tokens",
@@ -362,7 +371,8 @@ def sample(
     round: int | None,
     tokenizer: Path | None,
     base: str | None,
-    prompt: str,
+    prompt: str | None,
+    chat: str | None,
     num_tokens: int | None,
     num_bytes: int | None,
     temperature: float,
@@ -370,9 +380,17 @@ def sample(
 ) -> None:
     """Let the model of this node's newest round, or of an earlier one, write a little text.
 
-    Example: atoll sample --prompt "class " --tokens 500
+    \b
+    Examples:
+      atoll sample --prompt "class " --tokens 500
+      atoll sample --chat "What is a swarm?"
     """
     require_installed(to="let a model write")
+    if chat is not None and prompt is not None:
+        raise UsageError(
+            "--chat and --prompt both say what the model goes on from",
+            next_step="leave one of them out",
+        )
     from node.kept import kept_model, places_of
     from protocol.terminal.logging import start_logging
 
@@ -389,9 +407,10 @@ def sample(
             f"--bytes {num_bytes} is for a run whose tokens are bytes, instead of --tokens",
             next_step="give --tokens alone",
         )
+    prompt = _USUAL_PROMPT if prompt is None else prompt
+    start_tokens = text.tokens_of(prompt) if chat is None else text.tokens_that_ask(chat)
     from node.island.models.generate import model_that_writes
 
-    start_tokens = text.tokens_of(prompt)
     writes_on = model_that_writes(model.spec, model.parameters, base=places.base)
     written = writes_on(
         start_tokens,
@@ -400,6 +419,10 @@ def sample(
         seed=seed,
         ends=text.ends,
     )
-    said = text.text_of([*(start_tokens if prompt else ()), *written])
+    if chat is not None:
+        is_whole = bool(written) and written[-1] in text.ends
+        said = text.text_of(written[:-1] if is_whole else written)
+    else:
+        said = text.text_of([*(start_tokens if prompt else ()), *written])
     # A model may write what steers a terminal; a program that reads this gets it as it is.
     click.echo(printable(said, most=len(said)) if sys.stdout.isatty() else said)

@@ -1,9 +1,10 @@
 """What a run's model is, found out where it can be built, and written into the run's folder.
 
 `description.json` holds its tensors, and the digest of the weights that the run begins with where they
-are given; `first.safetensors` holds those that torch has drawn. `atoll init` has it made by one process of
+are given; `first.safetensors` holds those that torch has drawn. `atoll init` has it made by a process of
 this side, which also says what of a run file follows from a model's folder and from data: the coordinator
-imports no torch.
+imports no torch. The digest is of the tensors in the order of fragments, which are chosen by what was found:
+so a folder's weights are read by a second process, once the run file is there.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,28 +13,31 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from safetensors import SafetensorError
 
 from node.island.data.dataset import refuse_other_than_text, sizes_of_splits, text_files
 from node.island.models.code import DIGITS, code_digest, functions_of
 from node.island.parallel.auto_mesh import DeviceKind, need_of, node_bytes, wanted_bytes
 from node.island.parallel.mesh_shape import LocalTraining, MeshShape
+from node.kept import say_of_many
 from node.machine.hardware import Hardware, look_around
+from node.models.ends_of_answers import look_at_ends_of_answers, look_at_ends_of_private_answers
+from node.models.folders import CONFIG, has_weights
 from node.models.reading import (
-    CONFIG,
-    GENERATION_CONFIG,
+    check_tensors,
     digest_of_first,
-    ends_in,
-    has_weights,
+    look_at_model,
     read_config,
-    read_json,
     read_settings,
+    read_tensors,
     read_weights,
+    refuse_what_is_no_number,
+    stored_tensors,
+    tensors_in,
     write_first,
 )
 from node.outer_state import Vector
-from protocol.errors import AtollError, BadDataError, CannotCreateError, NoInputError, UsageError
+from protocol.errors import BadDataError, CannotCreateError, NoInputError, UsageError
 from protocol.files.durable import as_typed, refusal_to_write, write_atomically
 from protocol.run.models import (
     BYTES_VOCABULARY,
@@ -49,6 +53,7 @@ from protocol.run.run_files import (
     Asked,
     description_file,
     load_run_file,
+    load_run_folder,
     validated,
 )
 from protocol.run.run_spec import DataSection, RunSpec
@@ -71,6 +76,11 @@ COMPARES_SAMPLES = (
     "part a batch, have to be alike on all nodes"
 )
 
+_MORE_THAN_MODEL = (
+    "adapters of rank {} have more parameters than the model below them: a lower rank learns as much with "
+    "fewer, and without --lora all of the model is trained"
+)
+
 Tables = dict[str, dict[str, Any]]
 
 
@@ -84,16 +94,16 @@ def describe_asked(folder: Path, source: Path | None, asked: Asked) -> dict[str,
     notes: list[str] = []
     if source is not None and asked.by != "function":
         # What is no folder of a model is told without loading transformers.
-        read_json(source / CONFIG)
+        look_at_model(source)
     data, vocab_size, there = _data_of(source, asked)
     if (packed := there.get("packed_context")) is not None:
         asked = replace(asked, context=_as_packed(packed, asked, notes))
     if there.pop("has_answers", False) and asked.by != "function":
         if _keeps_documents_apart(source, asked, notes):
             data["across_documents"] = False
-        _look_at_ends_of_answers(source, asked, notes)
+        look_at_ends_of_answers(source, asked, notes)
     if data.get("private") and data["source"] == "tokens":
-        _look_at_ends_of_private_answers(source, asked.tokenizer, notes)
+        look_at_ends_of_private_answers(source, asked.tokenizer, notes)
     has_samples = asked.data_function is not None or asked.loop
     if asked.by == "function" and not has_samples and asked.context is None:
         raise UsageError(
@@ -134,7 +144,18 @@ def describe_run(folder: Path, *, source: Path | None, is_forced: bool) -> dict[
             f"{path} is there already",
             next_step="add --force to make it anew; a run that has begun keeps what it has",
         )
-    return _facts_of(_describe(folder, load_run_file(folder / RUN_FILE), source), source)
+    spec = _describe(folder, load_run_file(folder / RUN_FILE), source)
+    if spec.first_digest is None:
+        spec = _with_first_digest(folder, spec, source)
+    return _facts_of(spec, source)
+
+
+def describe_first(folder: Path, *, source: Path | None) -> dict[str, Any]:
+    """Reads the weights that the described run of the run file in `folder` begins with; says their digest."""
+    spec = load_run_folder(folder, RUN_FILE, may_be_stale=True)
+    spec = _with_first_digest(folder, spec, source)
+    assert spec.description is not None
+    return {"first_digest": spec.description.first_digest}
 
 
 def in_words(facts: Mapping[str, Any]) -> str:
@@ -161,6 +182,7 @@ def _facts_of(spec: RunSpec, source: Path | None) -> dict[str, Any]:
     is_decoder, is_function = (
         isinstance(spec.model, kind) for kind in (DecoderModel, FunctionModel)
     )
+    first_weights = str(source) if is_decoder else FIRST_WEIGHTS
     return {
         "num_parameters": spec.num_parameters,
         "num_frozen": spec.description.num_frozen,
@@ -168,7 +190,7 @@ def _facts_of(spec: RunSpec, source: Path | None) -> dict[str, Any]:
         "num_layers": spec.num_layers,
         "has_loaded": spec.description.has_loaded,
         "first_digest": given,
-        "first_weights": "" if not given else str(source) if is_decoder else FIRST_WEIGHTS,
+        "first_weights": first_weights,
         "code_digest": code_digest(spec)[:DIGITS] if functions_of(spec) else "",
         "machine": _machine(spec, look_around("auto")),
         "notes": [
@@ -176,10 +198,16 @@ def _facts_of(spec: RunSpec, source: Path | None) -> dict[str, Any]:
             for note, holds in (
                 (HAS_LOADED, spec.description.has_loaded and is_function),
                 (COMPARES_SAMPLES, spec.description.compares_samples),
+                (_MORE_THAN_MODEL.format(spec.lora.rank), _has_more_than_its_model(spec)),
             )
             if holds
         ],
     }
+
+
+def _has_more_than_its_model(spec: RunSpec) -> bool:
+    assert spec.description is not None
+    return spec.adapters is not None and spec.num_parameters > spec.description.num_frozen
 
 
 def _model_of(source: Path | None, asked: Asked) -> tuple[dict[str, Any], int | None]:
@@ -256,106 +284,6 @@ def _keeps_documents_apart(source: Path | None, asked: Asked, notes: list[str]) 
         "conversations that share a sample do not see each other"
     )
     return True
-
-
-def _look_at_ends_of_answers(source: Path | None, asked: Asked, notes: list[str]) -> None:
-    """Says where a model learns no token after which it stops writing: it would go on after each answer.
-
-    So it is with a chat template whose turns end otherwise than the documents of its tokenizer.
-    """
-    from node.island.data.manifest import read_manifest
-    from node.island.data.token_shards import learned_of_held_out
-    from node.island.data.tokenizing import open_tokenizer
-
-    tokens = Path(asked.data[0])
-    manifest = read_manifest(tokens)
-    learned = learned_of_held_out(tokens, manifest)
-    if not (tokens / TOKENIZER).is_file() or not learned.any():
-        return
-    tokenizer = open_tokenizer(tokens / TOKENIZER)
-    found = _end_that_is_learned(tokenizer, _ends_of(source, manifest.end_of_document), learned)
-    if found is None:
-        return
-    stops, name, ends = found
-    if name is None:
-        notes.append(
-            f"no answer in {tokens} ends with {stops}, after which the model writes no more, so it will "
-            "write on after its answers: let the chat template write it after each answer, and prepare the "
-            "conversations again"
-        )
-        return
-    mend = (
-        f"prepare them with --end-of-document '{name}'"
-        if source is None
-        else f'write "eos_token_id": {ends} into {source / GENERATION_CONFIG}, and begin anew'
-    )
-    notes.append(
-        f"answers in {tokens} end with {name!r}, and the model writes until {stops}, so it will write on "
-        f"after its answers: {mend}"
-    )
-
-
-def _look_at_ends_of_private_answers(
-    source: Path | None, named: str | None, notes: list[str]
-) -> None:
-    """The same of data that are not here, by an answer that the tokenizer's chat template writes out."""
-    from node.island.data.records import Document
-    from node.island.data.tokenizing import FileTokenizer, open_tokenizer, tokenizer_files
-
-    path = tokenizer_files(Path(named) if named is not None else source or Path())[TOKENIZER]
-    asked = {"role": "user", "content": "hello"}, {"role": "assistant", "content": "hello"}
-    conversation = Document(text=b"", messages=asked, learned=(False, True), where="a conversation")
-    try:
-        tokenizer = FileTokenizer(path.parent)
-        ((answer, *_),) = tokenizer.encode([conversation])
-    except AtollError:
-        return  # without a chat template, or one that can be used, holders can have no conversations
-    assert answer.counted is not None  # of a conversation not all is learned
-    learned = np.bincount(answer.tokens[answer.counted], minlength=tokenizer.vocab_size)
-    ends = _ends_of(source, tokenizer.end_of_document)
-    found = _end_that_is_learned(open_tokenizer(path), ends, learned)
-    if found is None:
-        return
-    stops, name, both = found
-    end = "no special token" if name is None else repr(name)
-    if name is None:
-        mend = f"let the chat template beside {path} write it after each answer"
-    elif source is None:
-        mend = f'write "eos_token": "{name}" into {path.parent / "tokenizer_config.json"}'
-    else:
-        mend = f'write "eos_token_id": {both} into {source / GENERATION_CONFIG}'
-    notes.append(
-        f"where members' data are conversations, answers end with {end} by the chat "
-        f"template beside {path}, and the model writes until {stops}, so it will write on after its answers: "
-        f"{mend}, and begin anew"
-    )
-
-
-def _ends_of(source: Path | None, end_of_document: int | None) -> frozenset[int]:
-    """The tokens after which the model writes no more."""
-    ends = frozenset[int]()
-    if source is not None:
-        told = read_settings(source)
-        ends = ends_in(told.get("generation_config", {}), told["config"])
-    return ends or frozenset(() if end_of_document is None else (end_of_document,))
-
-
-def _end_that_is_learned(
-    tokenizer: Any, ends: frozenset[int], learned: npt.NDArray[np.integer]
-) -> tuple[str, str | None, list[int]] | None:
-    """Where the model does not learn to write an end: its ends in words, what it does learn, and all of them.
-
-    `learned` is how often each token is. None where it learns one, or has none.
-    """
-    if not ends or any(learned[end] for end in ends if end < len(learned)):
-        return None
-    stops = " or ".join(repr(tokenizer.id_to_token(end) or str(end)) for end in sorted(ends))
-    added: dict[int, Any] = tokenizer.get_added_tokens_decoder()
-    special = [token for token, each in added.items() if each.special and learned[token]]
-    if not special:
-        return stops, None, sorted(ends)
-    usual = max(special, key=lambda token: learned[token])
-    return stops, added[usual].content, sorted({usual, *ends})
 
 
 def _as_packed(packed: int, asked: Asked, notes: list[str]) -> int:
@@ -502,6 +430,25 @@ def _describe(folder: Path, spec: RunSpec, source: Path | None) -> RunSpec:
     return described
 
 
+def _with_first_digest(folder: Path, spec: RunSpec, source: Path | None) -> RunSpec:
+    """The described run with the digest of its first weights: a folder's, or those that torch has made."""
+    is_decoder = isinstance(spec.model, DecoderModel)
+    origin = source if is_decoder and source is not None else folder / FIRST_WEIGHTS
+    say_of_many(spec.num_parameters, f"reading the weights in {origin}")
+    weights = np.empty(spec.num_parameters, np.float32)
+    if is_decoder:
+        read_weights(origin, spec, weights)
+    else:
+        read_tensors(tensors_in(origin), spec, weights, origin=origin)
+    refuse_what_is_no_number(weights, layout_of(spec), origin=origin)
+    assert spec.description is not None
+    digest = digest_of_first(weights).hex()
+    description = spec.description.model_copy(update={"first_digest": digest})
+    spec = spec.model_copy(update={"description": description})
+    write_atomically(folder / DESCRIPTION_FILE, description_file(spec))
+    return spec
+
+
 def _described(spec: RunSpec, folder: Path, source: Path | None) -> Description:
     if isinstance(spec.model, DecoderModel):
         if source is None:
@@ -509,11 +456,9 @@ def _described(spec: RunSpec, folder: Path, source: Path | None) -> Description:
                 "the tensors of this run's model follow from its sizes, and its weights from its seed",
                 next_step="name a transformers folder with --from to begin with its weights",
             )
-        weights = np.empty(spec.num_parameters, np.float32)
-        read_weights(source, spec, weights)
-        digest = digest_of_first(weights)
-        told = {"first_digest": digest.hex(), "has_loaded": True}
-        return Description.model_validate({**told, **read_settings(source)})
+        look_at_model(source)
+        check_tensors(stored_tensors(source), spec, origin=source)
+        return Description.model_validate({"has_loaded": True, **read_settings(source)})
     from node.island.models.describing import describe, first_vector, has_loaded
 
     if isinstance(spec.model, TransformersModel) and source is None:
@@ -525,7 +470,11 @@ def _described(spec: RunSpec, folder: Path, source: Path | None) -> Description:
     described = spec.model_copy(update={"description": description})
     is_whole = isinstance(spec.model, TransformersModel) and spec.adapters is None
     is_given = source is not None and has_weights(source)
+    if is_given and source is not None:
+        look_at_model(source)
+        say_of_many(described.num_parameters, f"reading the weights in {source}")
     weights = first_vector(described, source if is_given and is_whole else None)
+    refuse_what_is_no_number(weights, layout_of(described), origin=source)
     _write_weights(folder / FIRST_WEIGHTS, described, weights)
     is_function = isinstance(spec.model, FunctionModel)
     first = {

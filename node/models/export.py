@@ -23,7 +23,7 @@ from node.island.data.tokenizing import (
 )
 from node.models.card import AUTO_TOKENIZER, CARD, TORCH_NAMES, DType, Form, Origin, card_of
 from node.models.families import config_of, why_none
-from node.models.reading import CONFIG, GENERATION_CONFIG, INDEX, WEIGHTS, read_json
+from node.models.folders import CONFIG, GENERATION_CONFIG, INDEX, WEIGHTS, read_json
 from node.outer_state import Vector
 from protocol.errors import AtollError, CannotCreateError, UsageError
 from protocol.files.durable import is_taken, refusal_to_write, whole_folder

@@ -90,12 +90,13 @@ def decoder_of(config: Config, *, origin: str, context: int | None = None) -> De
 
     Raises BadDataError with the key and its value for what the decoder cannot be.
     """
+    refuse_quantised(config, origin=origin)
     family = FAMILIES.get(config.get("model_type", ""))
     if family is None:
         known = ", ".join(FAMILIES)
         raise BadDataError(
             f"{origin} says model_type = {config.get('model_type')!r}, and Atoll's decoder is {known}",
-            next_step=_USE_TRANSFORMERS,
+            next_step=f"where it is a causal language model, {_USE_TRANSFORMERS}",
         )
     kinds = config.get("architectures") or [family.architecture]
     if not any(str(kind).endswith("ForCausalLM") for kind in kinds):
@@ -128,6 +129,19 @@ def decoder_of(config: Config, *, origin: str, context: int | None = None) -> De
             f"{origin} does not describe a model: {_first_problem(error)}",
             next_step="copy the whole folder of the model again",
         ) from error
+
+
+def refuse_quantised(config: Config, *, origin: str) -> None:
+    """Raises BadDataError for a model of rounded weights: nobody trains those, nor adapters on them here."""
+    how = config.get("quantization_config")
+    if how is None:
+        return
+    method = how.get("quant_method") if isinstance(how, Mapping) else None
+    raise BadDataError(
+        f"{origin} says that the model is quantised ({method or 'quantization_config'}), and weights are "
+        "taken as they were before, in bf16, fp16 or fp32",
+        next_step="name the folder of the model that it was quantised from, which its card names",
+    )
 
 
 def _decoder_of(config: Config, family: Family, *, context: int) -> DecoderModel:
@@ -175,8 +189,6 @@ def _not_ours(config: Config, family: Family) -> Iterator[tuple[str, Any]]:
         yield "hidden_act", config["hidden_act"]
     if config.get("attention_dropout"):
         yield "attention_dropout", config["attention_dropout"]
-    if config.get("quantization_config") is not None:
-        yield "quantization_config", config["quantization_config"]
     if config.get("is_causal", True) is not True:
         yield "is_causal", config["is_causal"]
     if family.windows != "none":

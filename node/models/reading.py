@@ -1,8 +1,9 @@
 """Models as they lie on disk: folders as transformers writes them, and the weights that a run begins with.
 
 Read without transformers or torch, tensor by tensor from a mapping into the canonical vector, so that it
-takes no more memory than one block. How config.json and [model] say the same is node.models.families'
-business, the folder's tokenizer that of node.island.data.tokenizing; node.models.export writes such folders.
+takes no more memory than one block. Which files a folder has is node.models.folders' business, how
+config.json and [model] say the same that of node.models.families, and the folder's tokenizer that of
+node.island.data.tokenizing; node.models.export writes such folders.
 
 A run may begin with given weights: those of a transformers folder, or of one file in the safetensors
 format that was written when the run was made, with the trained tensors, fp32, by their canonical names.
@@ -12,7 +13,6 @@ all compare its digest with the run's.
 
 import json
 import math
-import re
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,23 +22,31 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from node.models.families import decoder_of
+from node.models.families import decoder_of, refuse_quantised
+from node.models.folders import (
+    CONFIG,
+    COPY_AGAIN,
+    GENERATION_CONFIG,
+    INDEX,
+    LFS_POINTER,
+    has_weights,
+    not_there,
+    pointer_of_lfs,
+    read_json,
+    require_model,
+    weight_files,
+)
 from node.outer_state import Vector, outer_digest
 from protocol.errors import BadDataError, ConfigError, NoInputError
 from protocol.run.models import FIRST_WEIGHTS, DecoderModel, Layout, layout_of
 from protocol.run.run_spec import RunSpec
 from protocol.wire.rounds import Digest
 
-CONFIG = "config.json"
-GENERATION_CONFIG = "generation_config.json"
-WEIGHTS = "model.safetensors"
-INDEX = "model.safetensors.index.json"
-
 MOMENTUM = "outer_momentum/"
 """Before the names of tensors in a file with first weights: of the outer optimizer's momentum."""
 
-_PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
-_COPY_AGAIN = "copy the whole folder of the model again"
+_NO_HEADER = (AttributeError, KeyError, TypeError, ValueError, IndexError)
+"""What is raised where a header has other values than those of the format."""
 
 _LENGTH = struct.Struct("<Q")
 _MAX_HEADER_BYTES = 100_000_000  # as the format has it
@@ -88,25 +96,33 @@ def tensors_in(path: Path) -> dict[str, StoredTensor]:
     Values of bf16, fp16 and fp32 come out as fp32 without torch, which numpy alone has no bf16 for. What
     is declared is compared with the file before a value is read: one that was cut off is refused at once.
     """
+    entries, start = _entries_of(path)
+    try:
+        return {name: _stored(path, name, entries[name], start) for name in entries}
+    except _NO_HEADER as error:
+        raise _damaged(path, "its header is not one of safetensors") from error
+
+
+def _entries_of(path: Path) -> tuple[Mapping[str, Any], int]:
+    """What the header says of each tensor, and where values begin; raises as `tensors_in`."""
     try:
         with path.open("rb") as file:
             num_bytes = path.stat().st_size
             start, header = _header_of(file.read(_LENGTH.size), file, num_bytes, path)
     except FileNotFoundError as error:
-        raise NoInputError(f"{path} is not there", next_step=_COPY_AGAIN) from error
+        raise not_there(path) from error
     except OSError as error:
         raise NoInputError(
             f"{path} cannot be read: {error.strerror}", next_step="make it a file that you may read"
         ) from error
     try:
         entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
-        tensors = {name: _stored(path, name, entries[name], start) for name in entries}
-        end = start + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
-    except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
+        end = start + max((int(entry["data_offsets"][1]) for entry in entries.values()), default=0)
+    except _NO_HEADER as error:
         raise _damaged(path, "its header is not one of safetensors") from error
     if end != num_bytes:
         raise _damaged(path, f"it has {num_bytes:,} bytes, and its header speaks of {end:,}")
-    return tensors
+    return entries, start
 
 
 def _header_of(
@@ -115,6 +131,8 @@ def _header_of(
     """Where the values begin, and what is said of them."""
     if len(prefix) < _LENGTH.size:
         raise _damaged(path, f"it has {num_bytes} bytes")
+    if LFS_POINTER.startswith(prefix):
+        raise pointer_of_lfs(path)
     (length,) = _LENGTH.unpack(prefix)
     if length > min(_MAX_HEADER_BYTES, num_bytes - _LENGTH.size):
         raise _damaged(path, f"its header would have {length:,} bytes of {num_bytes:,}")
@@ -146,7 +164,7 @@ def _stored(path: Path, name: str, entry: Mapping[str, Any], start: int) -> Stor
 
 
 def _damaged(path: Path, why: str) -> BadDataError:
-    return BadDataError(f"{path} is damaged or cut off: {why}", next_step=_COPY_AGAIN)
+    return BadDataError(f"{path} is damaged or cut off: {why}", next_step=COPY_AGAIN)
 
 
 def read_config(folder: Path, context: int | None = None) -> DecoderModel:
@@ -206,7 +224,7 @@ def check_tensors(stored: Mapping[str, StoredTensor], spec: RunSpec, *, origin: 
         if tensor is None:
             raise BadDataError(
                 f"{origin} has no tensor {place.name}, which the run's model has",
-                next_step=_COPY_AGAIN,
+                next_step=COPY_AGAIN,
             )
         if tensor.shape != place.shape:
             raise BadDataError(
@@ -224,44 +242,29 @@ def check_tensors(stored: Mapping[str, StoredTensor], spec: RunSpec, *, origin: 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     """All tensors of the folder by name, from one file or from several with an index."""
-    if (folder / WEIGHTS).exists() or not (folder / INDEX).exists():
-        if not has_weights(folder):
-            raise NoInputError(
-                f"{folder} has no weights: neither {WEIGHTS} nor {INDEX} is there",
-                next_step=f"{_COPY_AGAIN}; to begin with random weights, add --by transformers",
-            )
-        return tensors_in(folder / WEIGHTS)
-    weight_map = read_json(folder / INDEX).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise BadDataError(f"{folder / INDEX} has no weight_map", next_step=_COPY_AGAIN)
-    files = {}
-    for file in sorted(set(map(str, weight_map.values()))):
-        if Path(file).name != file:
-            raise BadDataError(
-                f"{folder / INDEX} names {file!r}, which is no file of that folder",
-                next_step=_COPY_AGAIN,
-            )
-        files[file] = tensors_in(folder / file)
-    for name, file in weight_map.items():
-        if name not in files[file]:
-            raise BadDataError(
-                f"{folder / file} has no tensor {name}, and {INDEX} says that it has",
-                next_step=_COPY_AGAIN,
-            )
-    return {name: files[file][name] for name, file in weight_map.items()}
+    found: dict[str, StoredTensor] = {}
+    for file, names in weight_files(folder).items():
+        tensors = tensors_in(folder / file)
+        for name in tensors if names is None else names:
+            if name not in tensors:
+                raise BadDataError(
+                    f"{folder / file} has no tensor {name}, and {INDEX} says that it has",
+                    next_step=COPY_AGAIN,
+                )
+            found[name] = tensors[name]
+    return found
 
 
-def has_weights(folder: Path) -> bool:
-    """Whether a folder has weights beside its config. Raises BadDataError where only pickles hold them."""
-    if any(folder.glob("*.safetensors")):
-        return True
-    pickled = [name for name in _PICKLED if (folder / name).exists()]
-    if pickled:
-        raise BadDataError(
-            f"{folder} has its weights as {pickled[0]} only, and pickles are not read: they may run code",
-            next_step="save the model with safetensors, as transformers' save_pretrained does",
-        )
-    return False
+def look_at_model(folder: Path) -> None:
+    """Raises NoInputError or BadDataError for what is no folder of a whole model; reads no value.
+
+    So for files of weights that are missing, damaged, cut off, or of another format. It may have none at all.
+    """
+    require_model(folder)
+    refuse_quantised(read_json(folder / CONFIG), origin=str(folder / CONFIG))
+    if has_weights(folder):
+        for file in weight_files(folder):
+            _entries_of(folder / file)
 
 
 def _is_known_not_to_matter(name: str, spec: RunSpec) -> bool:
@@ -270,27 +273,21 @@ def _is_known_not_to_matter(name: str, spec: RunSpec) -> bool:
     return (name == "lm_head.weight" and is_tied) or name.endswith("rotary_emb.inv_freq")
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file. Raises NoInputError or BadDataError."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        next_step = "name a folder as transformers' save_pretrained writes it"
-        if not path.parent.exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", str(path.parent)):
-            name = path.parent.name  # perhaps a model's name on the hub: nothing is fetched unasked
-            next_step += (
-                f"; 'hf download {path.parent} --local-dir {name}' fetches one, then --from {name}"
-            )
-        raise NoInputError(f"{path} is not there", next_step=next_step) from error
-    except OSError as error:
-        raise NoInputError(
-            f"{path} cannot be read: {error.strerror}", next_step="make it a file that you may read"
-        ) from error
-    except ValueError as error:
-        raise BadDataError(f"{path} is not JSON: {error}", next_step=_COPY_AGAIN) from error
-    if not isinstance(value, Mapping):
-        raise BadDataError(f"{path} is no table of keys and values", next_step=_COPY_AGAIN)
-    return dict(value)
+def refuse_what_is_no_number(values: Vector, layout: Layout, *, origin: Path | None) -> None:
+    """Raises BadDataError for first weights that are not finite: every loss would be so, too."""
+    for place in layout.places:
+        own = values[place.offset : place.offset + place.num_elements]
+        if (count := len(own) - np.count_nonzero(np.isfinite(own))) > 0:
+            raise no_number(place.name, int(count), origin)
+
+
+def no_number(name: str, count: int, origin: Path | None) -> BadDataError:
+    """What to say of so many values of a tensor."""
+    return BadDataError(
+        f"{name} in {origin or 'what the function gives'} has {count:,} values that are no finite numbers",
+        next_step="begin with an earlier checkpoint, from before its training failed; values that fp16 does "
+        "not hold want bf16 or fp32",
+    )
 
 
 def digest_of_first(parameters: Vector, momentum: Vector | None = None) -> Digest:
@@ -355,7 +352,16 @@ def _first_of(path: Path, spec: RunSpec) -> _First:
         }
         first = _First(digest=spec.first_digest, origin=file, weights=stored, momentum=kept)
     for tensors in filter(None, (first.weights, first.momentum)):
-        check_tensors(tensors, spec, origin=first.origin)
+        try:
+            check_tensors(tensors, spec, origin=first.origin)
+        except BadDataError as error:
+            if isinstance(spec.model, DecoderModel) or first.origin != path:
+                raise
+            raise BadDataError(
+                error.what,
+                next_step=f"name the {FIRST_WEIGHTS} of the folder that 'atoll init' made: in memory "
+                "transformers may call tensors otherwise than on disk",
+            ) from error
     return first
 
 

@@ -16,12 +16,16 @@ from node.island.data.opening import kept_manifest, manifest_of_run
 from node.island.data.places import DataPlaces
 from node.island.data.tokenizing import (
     COPIED_FILES,
+    USUAL_TEMPLATE,
+    before_a_text,
+    chat_templates_of,
     open_tokenizer,
+    settings_of_tokenizer,
     tokenizer_files,
     tokenizer_folder,
 )
 from node.models.reading import ends_in
-from protocol.errors import NoInputError
+from protocol.errors import ConfigError, NoInputError
 from protocol.files.durable import expanded, make_folder, write_atomically
 from protocol.run.models import BYTES_VOCABULARY
 from protocol.run.run_spec import RunSpec
@@ -41,6 +45,9 @@ class Text(Protocol):
     def tokens_of(self, text: str) -> list[int]:
         """At least one."""
 
+    def tokens_that_ask(self, said: str) -> list[int]:
+        """What a user says, as the chat template has it answered; raises ConfigError without one."""
+
     def text_of(self, tokens: Sequence[int]) -> str:
         """What does not make whole characters is replaced."""
 
@@ -57,6 +64,13 @@ class ByteText:
         """See Text."""
         return list(text.encode() or b"\0")
 
+    def tokens_that_ask(self, said: str) -> list[int]:
+        """See Text."""
+        raise ConfigError(
+            "the run's tokens are bytes, and bytes have no chat template",
+            next_step="give the text that the model goes on from with --prompt",
+        )
+
     def text_of(self, tokens: Sequence[int]) -> str:
         """See Text."""
         known = (token if token < BYTES_VOCABULARY else 0xFF for token in tokens)
@@ -68,11 +82,31 @@ class TokenizedText:
 
     def __init__(self, path: Path, *, ends: frozenset[int]) -> None:
         self._tokenizer: Any = open_tokenizer(path)
+        self._begin = before_a_text(self._tokenizer)
+        self._folder = path.parent
         self.ends = ends
 
     def tokens_of(self, text: str) -> list[int]:
-        """See Text. Special tokens are what their names say, so that a prompt may be a conversation."""
-        return list(self._tokenizer.encode(text).ids) or sorted(self.ends)[:1] or [0]
+        """See Text. Special tokens are what their names say, so that a prompt may be a conversation.
+
+        What the tokenizer puts before a text is there once, and what it puts behind one is not: it would be
+        an end, and the model goes on from it.
+        """
+        tokens = list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        if tokens[: len(self._begin)] != self._begin:
+            tokens = [*self._begin, *tokens]
+        return tokens or sorted(self.ends)[:1] or [0]
+
+    def tokens_that_ask(self, said: str) -> list[int]:
+        """See Text: the template writes all special tokens, also the first."""
+        templates = chat_templates_of(self._folder, settings_of_tokenizer(self._folder))
+        if (template := templates.get(USUAL_TEMPLATE)) is None:
+            raise ConfigError(
+                f"the tokenizer in {self._folder} comes without a chat template",
+                next_step="name a folder with one with --tokenizer, or give the text that the model goes on "
+                "from with --prompt",
+            )
+        return list(self._tokenizer.encode(template.asking(said), add_special_tokens=False).ids)
 
     def text_of(self, tokens: Sequence[int]) -> str:
         """See Text."""

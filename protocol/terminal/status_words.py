@@ -382,9 +382,16 @@ def agreement_in_words(status: pb.GetStatusResponse) -> str:
     run = status.run
     if not run.outer_digest:
         return "no digest yet"
-    verdict = "the same on all nodes" if run.digests_agree else "NOT the same on all nodes"
-    if not any(map(is_present, status.nodes)):
+    here = list(filter(is_present, status.nodes))
+    num_holders = sum(node.heartbeat.outer_digest == run.outer_digest for node in here)
+    if not here:
         verdict = "and no node is here"
+    elif not run.digests_agree:
+        verdict = "NOT the same on all nodes"
+    elif not num_holders:  # as first weights that nobody has brought yet
+        verdict = "and no node here holds it"
+    else:
+        verdict = "the same on all nodes" + (" at that round" if num_holders < len(here) else "")
     return f"{digest_in_words(run.outer_digest)} at round {run.outer_digest_round}, {verdict}"
 
 

@@ -53,6 +53,7 @@ NOT_TYPED_HERE = {
     "atoll node start --shard 4": "likewise",
     "atoll node start --tp 2 --shard 2": "likewise",
     "atoll node start --weights ./SmolLM2-135M": "a run of given weights: test_transformers_folder",
+    'atoll sample --chat "What is a swarm?"': "it needs a chat template: test_text_out",
     "atoll track --to trackio --out trackio": "trackio is no dependency: test_track_tools",
     "atoll track --to wandb --once": "wandb is no dependency: test_track_tools",
 }

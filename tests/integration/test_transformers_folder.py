@@ -143,6 +143,7 @@ def test_a_folder_that_cannot_be_taken_makes_no_run(folder: Path, qwen: Path) ->
     whole = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(whole[:-7])
     refuses_to_begin(folder, qwen, 65, "is damaged or cut off")
+    (folder / "model.safetensors").write_bytes(whole)
     spoil_config(folder, "model_type", "gpt2")
     refuses_to_begin(folder, qwen, 65, "says model_type = 'gpt2'")
 

@@ -17,7 +17,8 @@ def a_node(
     **heartbeat: Any,
 ) -> status_pb2.NodeStatus:
     node = status_pb2.NodeStatus(node_id=f"{name}-0123456789", node_name=name, state=state)
-    node.heartbeat.CopyFrom(session_pb2.HeartbeatRequest(**heartbeat))
+    holds: dict[str, Any] = {"outer_round": 6, "outer_digest": DIGEST}
+    node.heartbeat.CopyFrom(session_pb2.HeartbeatRequest(**holds | heartbeat))
     return node
 
 

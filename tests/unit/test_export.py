@@ -19,7 +19,8 @@ from node.island.models.describing import describe, first_vector
 from node.island.models.first_weights import initial_parameters
 from node.models.card import DType, Origin, contributions_of
 from node.models.export import export_model
-from node.models.reading import read_json, read_weights, tensors_in
+from node.models.folders import read_json
+from node.models.reading import read_weights, tensors_in
 from node.outer_state import Vector
 from protocol.errors import (
     BadDataError,

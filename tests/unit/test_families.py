@@ -196,7 +196,6 @@ def test_an_imported_model_comes_out_as_what_it_was(name: str, tmp_path: Path) -
         ({"partial_rotary_factor": 0.5}, r"says partial_rotary_factor = 0\.5"),
         ({"hidden_act": "gelu"}, "says hidden_act = 'gelu'"),
         ({"attention_dropout": 0.1}, r"says attention_dropout = 0\.1"),
-        ({"quantization_config": {"bits": 4}}, r"says quantization_config = \{'bits': 4\}"),
         (
             {"model_type": "qwen3", "layer_types": ["chunked_attention"] * 3},
             "says layer_types = 'chunked_attention'",

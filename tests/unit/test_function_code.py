@@ -264,7 +264,7 @@ def test_with_the_run_s_code_an_export_has_what_is_not_trained_whatever_a_later_
     assert spec.description is not None
     other = spec.description.model_copy(update={"frozen_digest": "0" * 64})
     drawn_otherwise = spec.model_copy(update={"description": other})
-    with pytest.raises(BadDataError, match="what this run leaves as it is differs here"):
+    with pytest.raises(BadDataError, match="is not the same here: its digest is"):
         loaded_as_its_card_says(drawn_otherwise, tmp_path / "no", monkeypatch, code=tmp_path)
     assert not (tmp_path / "no").exists()
 

@@ -300,7 +300,7 @@ def test_frozen_parameters_are_no_part_of_the_run_and_proved_by_their_digest() -
     frozen = [name for name, p in random_module(spec).named_parameters() if not p.requires_grad]
     assert spec.description.frozen_values.keys() == {*frozen, *(name + SUMS for name in frozen)}
     other = spec.description.model_copy(update={"frozen_digest": "0" * 64})
-    with pytest.raises(BadDataError, match="what this run leaves as it is differs here"):
+    with pytest.raises(BadDataError, match="is not the same here: its digest is"):
         trainer_of(spec.model_copy(update={"description": other})).take_base(None)
 
 

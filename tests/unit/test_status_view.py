@@ -288,7 +288,15 @@ def test_where_no_node_is_here_none_holds_the_same() -> None:
     for status in (a_status(), a_status(gone)):
         assert "at round 6, and no node is here" in summary_line(status)
         assert "the same" not in drawn(status)
-    assert "at round 6, the same on all nodes" in drawn(a_status(a_node("node-1")))
+    assert "at round 6, the same on all nodes;" in summary_line(a_status(a_node("node-1")))
+
+
+def test_a_state_that_nobody_holds_or_not_everybody_yet_is_not_the_same_on_all_nodes() -> None:
+    holds = a_node("node-1")
+    waits = a_node("node-2", outer_round=0, outer_digest=bytes(32))
+    assert "at round 6, and no node here holds it" in summary_line(a_status(waits))
+    assert "at round 6, the same on all nodes at that round" in summary_line(a_status(holds, waits))
+    assert "NOT the same on all nodes" in summary_line(a_status(waits, digests_agree=False))
 
 
 def test_a_node_that_is_draining_is_leaving() -> None:

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 from node.island.data.places import DataPlaces
@@ -17,8 +19,8 @@ from node.island.models.describing import describe, first_vector
 from node.island.models.generate import model_that_writes
 from node.kept import PLACES_FILE, RUN_FILE, keep_places, kept_model, places_of
 from node.models.export import export_model
-from node.models.text import ByteText, end_of_text, files_of_tokenizer, text_of_run
-from protocol.errors import BadDataError, NoInputError, UsageError
+from node.models.text import ByteText, TokenizedText, end_of_text, files_of_tokenizer, text_of_run
+from protocol.errors import BadDataError, ConfigError, NoInputError, UsageError
 from protocol.run.models import Description, FunctionModel, TransformersModel
 from protocol.run.run_spec import RunSpec
 from tests.unit.served_folder import serving
@@ -254,3 +256,35 @@ def test_what_a_node_kept_of_its_run_and_lies_damaged_is_said_with_what_writes_i
     (tmp_path / RUN_FILE).write_bytes(damaged)
     with pytest.raises(BadDataError, match=r"run\.json is damaged: .*atoll node start --dir"):
         kept_model(tmp_path)
+
+
+def test_a_prompt_begins_as_documents_do_and_is_not_ended(tmp_path: Path) -> None:
+    folder = write_tokenizer(tmp_path / "tokenizer", is_chat=True)
+    path = folder / "tokenizer.json"
+    tokenizer = Tokenizer.from_file(str(path))
+    begin, end = (tokenizer.encode(name).ids[0] for name in ("<|im_start|>", END))
+    plain = tokenizer.encode("word3x1").ids
+    tokenizer.post_processor = TemplateProcessing(
+        single=f"<|im_start|> $A {END}", special_tokens=[("<|im_start|>", begin), (END, end)]
+    )
+    tokenizer.save(str(path))
+    text = TokenizedText(path, ends=frozenset({end}))
+    assert text.tokens_of("word3x1") == text.tokens_of("<|im_start|>word3x1") == [begin, *plain]
+    assert text.tokens_of("") == [begin]
+
+
+def test_what_a_user_says_is_put_as_transformers_puts_it(tmp_path: Path) -> None:
+    folder = write_tokenizer(tmp_path / "tokenizer", is_chat=True)
+    asked = [{"role": "user", "content": "what is word3x1?"}]
+    theirs = AutoTokenizer.from_pretrained(folder)
+    expected = theirs.apply_chat_template(asked, add_generation_prompt=True, return_dict=False)
+    text = TokenizedText(folder / "tokenizer.json", ends=frozenset())
+    assert text.tokens_that_ask("what is word3x1?") == expected
+
+
+def test_without_a_chat_template_there_is_no_conversation(tmp_path: Path) -> None:
+    folder = write_tokenizer(tmp_path / "tokenizer")
+    for text in (ByteText(), TokenizedText(folder / "tokenizer.json", ends=frozenset())):
+        with pytest.raises(ConfigError, match="chat template") as refused:
+            text.tokens_that_ask("hello")
+        assert "--prompt" in refused.value.next_step

@@ -368,7 +368,7 @@ def test_a_folder_without_config_or_weights_is_told_in_a_sentence(tmp_path: Path
     with pytest.raises(NoInputError, match="has no weights"):
         first_vector(spec, tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"\0" * 64)
-    with pytest.raises(BadDataError, match="cannot be read"):
+    with pytest.raises(BadDataError, match="is damaged or cut off"):
         first_vector(spec, tmp_path)
 
 

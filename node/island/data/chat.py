@@ -113,6 +113,11 @@ class ChatTemplate:
             found[-1] = whole, found[-1][1]
         return found
 
+    def asking(self, said: str) -> str:
+        """The prompt that asks for an answer to what a user says. Raises BadDataError as `written_out`."""
+        asked = [self._taken({"role": "user", "content": said})]
+        return self._rendered(asked, {}, add_generation_prompt=True)
+
     def _answer(self, messages: list[dict[str, Any]], given: dict[str, Any]) -> tuple[str, Span]:
         """A conversation that ends with an answer, and where that stands; it includes the end of the turn."""
         text = self._rendered(messages, given)

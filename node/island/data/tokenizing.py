@@ -21,6 +21,13 @@ from node.installed import needs_package
 from node.island.data.documents import DOCUMENT_BYTES, LONGEST_LINE_BYTES
 from node.island.data.manifest import TOKENIZER_FILE
 from node.island.data.records import Document
+from node.models.folders import (
+    fetching,
+    is_pointer_of_lfs,
+    not_there,
+    pointer_of_lfs,
+    require_none_below,
+)
 from protocol.errors import BadDataError, ConfigError, NoInputError, UsageError
 
 if TYPE_CHECKING:
@@ -129,8 +136,8 @@ class FileTokenizer:
         self.vocab_size = vocab_size_of(self._tokenizer)
         self._config = settings_of_tokenizer(folder)
         self.end_of_document = self._end(vocabulary, end_of_document, origin or path)
-        self._begin = _before_a_text(self._tokenizer)
-        self._templates = _chat_templates_of(folder, self._config)
+        self._begin = before_a_text(self._tokenizer)
+        self._templates = chat_templates_of(folder, self._config)
         self.unknown = _unknown_of(self._tokenizer, vocabulary)
         if self.unknown == self.end_of_document:  # then nobody can tell
             self.unknown = None
@@ -216,7 +223,7 @@ class FileTokenizer:
 
     def _conversation(self, document: Document) -> list[Encoded]:
         has_tools = bool(document.given.get("tools"))
-        template = self._templates.get(_FOR_TOOLS if has_tools else _USUAL)
+        template = self._templates.get(_FOR_TOOLS if has_tools else USUAL_TEMPLATE)
         if template is None:
             raise ConfigError(
                 "the data has conversations in 'messages', and the tokenizer comes without a chat template",
@@ -259,11 +266,11 @@ def _within(encoding: Any, spans: "list[Span]") -> npt.NDArray[np.bool_]:
     return counted
 
 
-_USUAL, _FOR_TOOLS = "default", "tool_use"
+USUAL_TEMPLATE, _FOR_TOOLS = "default", "tool_use"
 """Chat templates, as transformers names them where a tokenizer has several."""
 
 
-def _chat_templates_of(folder: Path, config: dict[str, Any]) -> "dict[str, ChatTemplate]":
+def chat_templates_of(folder: Path, config: dict[str, Any]) -> "dict[str, ChatTemplate]":
     """The usual template of a tokenizer's folder and the one for tools, which may be the same."""
     sources = _templates_in_files(folder) or _templates_in(config)
     if not sources:
@@ -273,16 +280,16 @@ def _chat_templates_of(folder: Path, config: dict[str, Any]) -> "dict[str, ChatT
     names = {key: value for key, value in config.items() if key.endswith("_token")}
     found = {
         name: ChatTemplate(sources[name], {"bos_token": "", "eos_token": "", **names})
-        for name in (_USUAL, _FOR_TOOLS)
+        for name in (USUAL_TEMPLATE, _FOR_TOOLS)
         if name in sources
     }
-    return {_FOR_TOOLS: found[_USUAL], **found} if _USUAL in found else found
+    return {_FOR_TOOLS: found[USUAL_TEMPLATE], **found} if USUAL_TEMPLATE in found else found
 
 
 def _templates_in_files(folder: Path) -> dict[str, str]:
     """Chat templates by their names, which transformers puts before those of the settings."""
     more = sorted((folder / _MORE_TEMPLATES).glob("*.jinja"))
-    files = {_USUAL: folder / _TEMPLATE, **{path.stem: path for path in more}}
+    files = {USUAL_TEMPLATE: folder / _TEMPLATE, **{path.stem: path for path in more}}
     return {name: path.read_text("utf-8") for name, path in files.items() if path.is_file()}
 
 
@@ -291,7 +298,9 @@ def _templates_in(config: dict[str, Any]) -> dict[str, str]:
     found = config.get("chat_template")
     if isinstance(found, list):
         return {each["name"]: each["template"] for each in found}
-    return found if isinstance(found, dict) else {} if found is None else {_USUAL: str(found)}
+    return (
+        found if isinstance(found, dict) else {} if found is None else {USUAL_TEMPLATE: str(found)}
+    )
 
 
 LONGEST_ENCODED = DOCUMENT_BYTES + LONGEST_LINE_BYTES
@@ -326,7 +335,7 @@ def _unknown_of(tokenizer: Any, vocabulary: Mapping[str, int]) -> int | None:
     return vocabulary.get(model.get("unk_token") or "")
 
 
-def _before_a_text(tokenizer: Any) -> list[int]:
+def before_a_text(tokenizer: Any) -> list[int]:
     """What a tokenizer puts before a text by itself, as <bos>: who asks the model does so as well."""
     some = "a"
     alone = tokenizer.encode(some, add_special_tokens=False).ids
@@ -382,6 +391,8 @@ def open_tokenizer(path: Path, *, origin: Path | None = None) -> Any:
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # processes share the cores
     tokenizers = needs_package("tokenizers", what=f"{path} is a tokenizer")
+    if is_pointer_of_lfs(path):
+        raise pointer_of_lfs(origin or path)
     try:
         return tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # tokenizers raises bare Exception
@@ -425,10 +436,14 @@ def tokenizer_files(path: Path) -> dict[str, Path]:
         return {TOKENIZER_FILE: path}
     if (path / TOKENIZER_FILE).is_file():
         return {name: path / name for name in COPIED_FILES if (path / name).is_file()}
+    if (path / TOKENIZER_FILE).is_symlink():
+        raise not_there(path / TOKENIZER_FILE)
+    require_none_below(path, TOKENIZER_FILE)
     what = "has no tokenizer.json" if path.is_dir() else "is not there"
+    fetched = "" if path.is_dir() else fetching(path, "--tokenizer")
     raise NoInputError(
         f"the tokenizer {path} {what}",
-        next_step=f"name a tokenizer.json, or a folder with one; {_WRITE_ONE}",
+        next_step=f"name a tokenizer.json, or a folder with one{fetched or f'; {_WRITE_ONE}'}",
     )
 
 

@@ -367,15 +367,24 @@ def _signs(of: str, count: int) -> Tensor:
     return bits.reshape(-1)[: count * _NUM_SUMS].view(count, _NUM_SUMS).float() * 2 - 1
 
 
-def check_frozen(values: Mapping[str, Tensor], theirs: str | None, *, where: str) -> None:
-    """Raises BadDataError when what is not trained is not the run's, whose digest is `theirs`."""
-    if (ours := digest_of_values(values)) != theirs:
+def check_frozen(values: Mapping[str, Tensor], theirs: str | None, *, base: Path | None) -> None:
+    """Raises BadDataError when what is not trained is not the run's, whose digest is `theirs`.
+
+    It is of the model in `base`; with None the run's function makes it.
+    """
+    if (ours := digest_of_values(values)) == theirs:
+        return
+    digests = f"its digest is {ours[:12]}…, and the run's is {(theirs or 'not known')[:12]}…"
+    if base is None:
         raise BadDataError(
-            f"what this run leaves as it is differs here: the digest of {where} is {ours[:12]}…, and the "
-            f"run's is {(theirs or 'not known')[:12]}…",
-            next_step="name the folder of the very model that the run was made from, as base in "
-            "node.toml",
+            f"what the run's function makes and does not train is not the same here: {digests}",
+            next_step="install the torch that the run's owner has, and let the function load the same files",
         )
+    raise BadDataError(
+        f"the model in {base} is not the one that this run adapts: {digests}",
+        next_step="name the folder of the very model that the run was made from, with --base or as base in "
+        "node.toml; another revision of it is another model",
+    )
 
 
 def check_tensors(module: nn.Module, spec: RunSpec) -> None:

@@ -305,7 +305,7 @@ def beside_the_trained(spec: RunSpec, parameters: Vector, code: Path | None) -> 
         check_functions(spec, allowed=[spec.run.name], code=code)
         find_code(code)
         rest = frozen_of(random_module(spec))
-        check_frozen(rest, described.frozen_digest, where="what its function makes")
+        check_frozen(rest, described.frozen_digest, base=None)
         rest = {name: value.contiguous().clone() for name, value in rest.items()}
     if described.num_running_statistics:
         rest |= _statistics_for(spec, parameters, code)

@@ -29,6 +29,8 @@ from node.island.models.architecture import (
 from node.island.models.decoder_modules import TokenInputs, mean_nats
 from node.island.models.generic import GenericArchitecture
 from node.island.models.transformers_plans import run_alone
+from node.models.folders import has_weights
+from node.models.reading import look_at_model, no_number
 from protocol.errors import BadDataError, ConfigError, NoInputError
 from protocol.run.run_spec import LoraSection, RunSpec
 
@@ -320,7 +322,8 @@ def _refuse_foreign_code(config: Mapping[str, Any]) -> None:
         if any(part in str(key) for part in _FOREIGN):
             raise ConfigError(
                 f"config.json has {key!r}, which asks for code or weights beside the model's own",
-                next_step="remove the key, and where it means quantised weights, save them in fp32",
+                next_step="remove the key, and where it means quantised weights, name the folder of the "
+                "model as it was before",
             )
         if isinstance(value, Mapping):
             _refuse_foreign_code(value)
@@ -339,9 +342,9 @@ def saved_model(folder: Path) -> "PreTrainedModel":
     Raises NoInputError for a folder without weights, BadDataError for ones that do not fit, ConfigError for
     quantised ones.
     """
-    require_transformers()
+    look_at_model(folder)
     _refuse_foreign_code(config_of(folder))
-    if not any(folder.glob("*.safetensors")):
+    if not has_weights(folder):
         raise NoInputError(
             f"{folder} has no weights: no file there ends in .safetensors",
             next_step="name a folder that save_pretrained wrote with safetensors",
@@ -381,6 +384,9 @@ def saved_model(folder: Path) -> "PreTrainedModel":
                 if is_other
                 else "copy the folder again",
             )
+    for name, parameter in saved.named_parameters():
+        if not (finite := torch.isfinite(parameter)).all():
+            raise no_number(name, int((~finite).sum()), folder)
     return saved
 
 
@@ -397,7 +403,7 @@ def merged_model(
     if base is None:
         raise _no_base()
     model = adapt(saved_model(base), spec.adapters)
-    check_frozen(left_alone(model), spec.description.frozen_digest, where=str(base))
+    check_frozen(left_alone(model), spec.description.frozen_digest, base=base)
     with torch.no_grad():
         for name, value in values.items():
             model.get_parameter(name).copy_(value)

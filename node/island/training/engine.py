@@ -254,7 +254,7 @@ class Engine:
         buffers = {n: b for part in self.parts for n, b in kept_buffers(part).items()}
         values = self._architecture.frozen_values([*frozen, *buffers], base)
         theirs = None if self._description is None else self._description.frozen_digest
-        check_frozen(values, theirs, where=str(base or "what its function makes"))
+        check_frozen(values, theirs, base=base)
         reshard(self.parts)
         for name, parameter in frozen.items():
             fill(parameter, values[name])
