@@ -7,9 +7,9 @@ environment of its own: `atoll node start --loop`.
 from typing import TYPE_CHECKING, Any
 
 from atoll.errors import ModelMismatchError, NoNodeError, RunOverError, SamplesError, SwarmError
-from atoll.samples import Batch
 from atoll.session import Run
 from atoll.swarm import Step, Swarm, join
+from atoll.training import Batch
 
 if TYPE_CHECKING:
     from atoll.trainer import TrainerCallback

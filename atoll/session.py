@@ -27,8 +27,7 @@ from atoll.moments import Moments
 from atoll.optimizers import Optimizers
 from atoll.ranks import Ranks
 from atoll.running_statistics import Compute, RunningStatistics
-from atoll.samples import Chunk
-from atoll.training import Training
+from atoll.training import Chunk, Training
 from atoll.watch import Watch
 from atoll.weights import Place, Weights, check_model, check_scaling, reshard, tensors_of
 

@@ -38,9 +38,8 @@ from atoll.errors import (
 from atoll.evaluation import Evaluate
 from atoll.ranks import Ranks
 from atoll.running_statistics import Compute
-from atoll.samples import Batch, Chunk
 from atoll.session import ADAMW_RATE, CHILD_SECONDS, MUON_RATE, Run, Session
-from atoll.training import Training
+from atoll.training import Batch, Chunk, Training
 
 TELL_SECONDS = 0.5
 """How often rank 0 tells the node of its steps."""

@@ -16,13 +16,7 @@ from node.config import NodeSettings, load_settings
 from node.disk.history import History
 from node.installed import software_of
 from node.island.data.places import reads_in_words
-from node.island.models.code import (
-    DIGITS,
-    check_functions,
-    code_digest,
-    functions_of,
-    is_allowed,
-)
+from node.island.models.code import DIGITS, check_functions, code_digest, functions_of, is_allowed
 from node.island.parallel.auto_mesh import node_bytes
 from node.link.calls import run_in_force
 from node.machine.hardware import Hardware, likely_devices, look_around

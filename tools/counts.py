@@ -29,21 +29,12 @@ import structlog  # noqa: E402  # after the path to our own packages
 
 from lab.run_files import TINY_MODEL  # noqa: E402
 from lab.simulation.swarm import Life, simulate  # noqa: E402
-from node.exchange.peers import (  # noqa: E402
-    Admission,
-    Limits,
-    Want,
-)
+from node.exchange.peers import Admission, Limits, Want  # noqa: E402
 from node.exchange.transport.libp2p import Libp2pTransport  # noqa: E402
 from protocol.run.run_files import validated  # noqa: E402
 from protocol.trust.identity import Identity  # noqa: E402
 from protocol.wire import findings, messages  # noqa: E402
-from protocol.wire.payload import (  # noqa: E402
-    RESULT,
-    Payload,
-    PayloadHeader,
-    WireCounts,
-)
+from protocol.wire.payload import RESULT, Payload, PayloadHeader, WireCounts  # noqa: E402
 from protocol.wire.rounds import Digest, NodeId, PeerAddress, RosterEntry  # noqa: E402
 
 PRODUCT = ("atoll", "protocol", "coordinator", "node")

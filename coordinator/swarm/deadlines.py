@@ -24,6 +24,7 @@ from coordinator.swarm.state import (
     awaited_participants,
     is_held_by,
     is_present,
+    num_of,
     present_members,
     training_among,
 )
@@ -184,8 +185,7 @@ def _window(
     elif expected == by_speed:
         why = "by the nodes' speeds"
     else:
-        nodes = "1 node" if past.num_cut == 1 else f"{past.num_cut} nodes"
-        why = f"too short for {nodes}"
+        why = f"too short for {num_of(past.num_cut, 'node')}"
     seconds = MARGIN * expected
     if seconds < floor:
         seconds, reason = floor, "the floor"

@@ -33,6 +33,7 @@ from coordinator.swarm.state import (
     is_present,
     name_of,
     names_of,
+    num_of,
     present_members,
 )
 from coordinator.swarm.weighing import Kind, held_in_words, kind_of
@@ -158,7 +159,7 @@ def _not_open(state: SwarmState, now: float) -> str:
     needed = max(1, state.rules.min_nodes)
     missing = max(0, needed - num_ready)
     verb = "is" if num_ready == 1 else "are"
-    parts = [f"waiting for {_count(missing, 'more node')}: {num_ready} of {needed} {verb} ready"]
+    parts = [f"waiting for {num_of(missing, 'more node')}: {num_ready} of {needed} {verb} ready"]
     parts += [_not_ready(state, m) for m in present if m.state is not MemberState.READY]
     idle = [m for m in with_state if m.cannot_train]
     parts += [f"{member.node_name} trains nothing now: its own line says why" for member in idle]
@@ -228,7 +229,7 @@ def _round_in_flight(state: SwarmState, current: Round, now: float) -> str:
     asked = training_in(current.assignments)
     num_nodes = len(asked)
     verb = "is" if num_nodes == 1 else "are"
-    trained = f"{len(current.trained)} of {_count(num_nodes, 'node')} {verb} done"
+    trained = f"{len(current.trained)} of {num_of(num_nodes, 'node')} {verb} done"
     if gone := [a.node_id for a in current.assignments if not is_present(state, a.node_id)]:
         trained += f", {names_of(state, gone)} left"
     if current.phase is RoundPhase.TRAINING:
@@ -251,7 +252,7 @@ def _round_in_flight(state: SwarmState, current: Round, now: float) -> str:
     training = [n for n in asked if n not in current.trained and is_present(state, n)]
     busy = f" ({names_of(state, training)} still training)" if training else ""
     return (
-        f"exchanging: waiting for {num_waits} of {_count(len(current.slices), 'slice')}{busy}: "
+        f"exchanging: waiting for {num_waits} of {num_of(len(current.slices), 'slice')}{busy}: "
         f"{', '.join(parts)}, {left_in_words(state, current.commit_deadline, now)}"
     )
 
@@ -304,17 +305,13 @@ def _end(state: SwarmState, now: float) -> str:
     if is_settled and not behind and (writers := awaited_writers(state)):
         parts = [f"waiting for the final model of {names_of(state, writers)} to write, {left}"]
     elif is_settled:
-        parts = [f"waiting for {_count(len(behind), 'node')} to take the final state over, {left}"]
+        parts = [f"waiting for {num_of(len(behind), 'node')} to take the final state over, {left}"]
     elif state.evaluating is None:
         parts = [f"waiting for a ready node that can evaluate the final state, {left}"]
     else:
         evaluators = names_of(state, state.evaluating.node_ids)
         parts = [f"waiting for {evaluators} to evaluate the final state, {left}"]
     return "; ".join([*parts, *(_not_ready(state, member) for member in behind)])
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _left(deadline: float, now: float) -> str:

@@ -37,6 +37,7 @@ from coordinator.swarm.state import (
     members_of,
     name_of,
     names_of,
+    num_of,
     present_members,
     ready_members,
 )
@@ -94,7 +95,7 @@ def retract_lost(turn: Turn) -> bool:
         closed,
         commit=commit,
         tokens=sum(commit.tokens.values()),
-        reason=f"{_slices(len(lost))} of {len(commit.slices)} taken back: "
+        reason=f"{num_of(len(lost), 'slice')} of {len(commit.slices)} taken back: "
         "every node that held the result is gone",
     )
     if closed.is_void:
@@ -290,10 +291,6 @@ def _voided(state: SwarmState, outcome: SliceOutcome) -> SliceOutcome:
         holder_ids=(),
         void_reason=f"taken back: all that held it are gone ({holders})",
     )
-
-
-def _slices(number: int) -> str:
-    return "1 slice" if number == 1 else f"{number} slices"
 
 
 # What is false

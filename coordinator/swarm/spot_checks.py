@@ -217,7 +217,7 @@ def _decide(turn: Turn, node_id: NodeId) -> None:
     say = say_of((state.members[n] for n in others), state.committed_round, unchecked(state))
     # Of each checker only what accuses counts. So each may go astray once in two more ways: 2 to the power
     # of their number bounds the mean of the product of likelihood ratios, instead of 1.
-    if evidence(say, by_checker, among) >= _threshold(len(by_checker)):
+    if evidence(say, by_checker, among) >= math.log(CHANCE) - len(by_checker) * math.log(2):
         return
     accusing = [n for n, balance in by_checker.items() if balance <= -LEAST_ACCUSING]
     if not (
@@ -251,10 +251,6 @@ def _judging(state: SwarmState, accused: Member) -> list[Member]:
     left_out = unchecked_of(others)
     rest = [m for m in others if m.node_id not in left_out]
     return rest if any(can_check(m, accused) for m in rest) else others
-
-
-def _threshold(num_checkers: int) -> float:
-    return math.log(CHANCE) - num_checkers * math.log(2)
 
 
 def _are_independent(

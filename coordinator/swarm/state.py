@@ -551,6 +551,11 @@ def assignments_of(current: Round) -> Mapping[NodeId, Assignment]:
     return _by_node(current.assignments)
 
 
+def num_of(number: int, noun: str) -> str:
+    """How many of something, for people."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def name_of(state: SwarmState, node_id: NodeId) -> str:
     """What people call the node."""
     member = state.members.get(node_id)

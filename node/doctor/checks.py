@@ -17,11 +17,7 @@ from typing import Any
 from urllib.request import getproxies
 
 from node.app import OPEN_FILES_PER_RANK, OWN_OPEN_FILES, WRITTEN
-from node.config import (
-    RULINGS_FILE,
-    NodeSettings,
-    is_loopback,
-)
+from node.config import RULINGS_FILE, NodeSettings, is_loopback
 from node.disk.history import History, KeptRulings
 from node.doctor.network import ABOUT_ADDRESSES, Finding, Network, address_finding, wrong
 from node.kept import RUN_FILE, kept_run

@@ -33,9 +33,9 @@ from node.duties.work import (
     work_ahead_of,
     work_of,
 )
-from node.exchange.auditing import SpotCheckReady
 from node.exchange.exchange import Exchange
 from node.exchange.peers import Patience
+from node.exchange.spot_checks import SpotCheckReady
 from node.heavy import Meters
 from node.island.island import InnerReport, Progress
 from node.link.session import Session

@@ -17,8 +17,8 @@ from typing import Protocol
 
 import structlog
 
-from node.exchange.auditing import SpotCheckReady, piece_of
 from node.exchange.exchange import Exchange
+from node.exchange.spot_checks import SpotCheckReady, piece_of
 from node.heavy import ExchangeTime
 from node.island.island import (
     Ability,

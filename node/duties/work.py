@@ -16,8 +16,8 @@ import structlog
 
 from node.disk.history import KeptRulings
 from node.duties.lasting_island import LastingIsland
-from node.exchange.auditing import SpotCheckReady
 from node.exchange.exchange import Exchange
+from node.exchange.spot_checks import SpotCheckReady
 from node.heavy import tell_unsaved
 from node.island.island import InnerReport, InnerWork, Progress
 from node.link.session import Session

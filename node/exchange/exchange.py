@@ -13,7 +13,7 @@ from random import Random
 
 import structlog
 
-from node.exchange.auditing import Audits, SpotCheckReady, SpotChecks
+from node.exchange.auditing import Audits
 from node.exchange.fetching import Donors, Silences
 from node.exchange.giving import KEPT_ROUNDS, Pushes
 from node.exchange.peers import (
@@ -31,6 +31,7 @@ from node.exchange.peers import (
 from node.exchange.round.state import Rules, refusal
 from node.exchange.round.transition import waiting_for
 from node.exchange.runner import RoundRunner
+from node.exchange.spot_checks import SpotCheckReady, SpotChecks
 from node.exchange.state.catch_up import CatchUp, CoordinatorCalls
 from node.exchange.state.donor import Donor, ServedState
 from node.exchange.state.sources import StateHere

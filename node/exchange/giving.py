@@ -12,12 +12,7 @@ from random import Random
 
 import structlog
 
-from node.exchange.peers import (
-    PeerUnreachableError,
-    TransferRefusedError,
-    Transport,
-    Waits,
-)
+from node.exchange.peers import PeerUnreachableError, TransferRefusedError, Transport, Waits
 from node.exchange.round.state import Rules
 from node.heavy import cancelled
 from protocol.wire.payload import Payload, PayloadHeader

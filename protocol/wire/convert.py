@@ -9,7 +9,7 @@ What comes from the wire is checked for the size of its digests and keys and rai
 ProtocolMismatchError. Whether the values make sense is for who uses them to say.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import partial
 from operator import attrgetter
@@ -162,17 +162,14 @@ def wire_counts_from_wire(wire: Sequence[session_pb2.WireCount]) -> WireTotals:
     return {count.kind: (count.sent_bytes, count.received_bytes) for count in wire}
 
 
-def _carriers_to_wire(carriers: Mapping[NodeId, NodeId]) -> list[session_pb2.Through]:
-    return [session_pb2.Through(node_id=n, through_id=by) for n, by in sorted(carriers.items())]
-
-
-def _carriers_from_wire(wire: Iterable[session_pb2.Through]) -> Mapping[NodeId, NodeId]:
-    return {NodeId(each.node_id): NodeId(each.through_id) for each in wire}
-
-
 _MAPPINGS: Mapping[Any, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     WireTotals: (wire_counts_to_wire, wire_counts_from_wire),
-    Mapping[NodeId, NodeId]: (_carriers_to_wire, _carriers_from_wire),
+    Mapping[NodeId, NodeId]: (  # who carries to each
+        lambda carriers: [
+            session_pb2.Through(node_id=n, through_id=by) for n, by in sorted(carriers.items())
+        ],
+        lambda wire: {NodeId(each.node_id): NodeId(each.through_id) for each in wire},
+    ),
 }
 
 

@@ -13,11 +13,7 @@ from lab.simulation.coordinator import Outage
 from lab.simulation.memory_transport import MemoryNetwork
 from lab.simulation.swarm import Life, SimulatedNode, SimulatedRun, simulate
 from node.island.data.dataset import Corpus
-from tests.chaos.test_restored_copies import (
-    DEADLINES,
-    assert_sound,
-    stay_away,
-)
+from tests.chaos.test_restored_copies import DEADLINES, assert_sound, stay_away
 from tests.tiny_runs import tiny
 
 ROUND = 5.0

@@ -6,9 +6,7 @@ from typing import Any
 
 import pytest
 
-from protocol.errors import (
-    UnavailableError,
-)
+from protocol.errors import UnavailableError
 from protocol.v1 import session_pb2_grpc
 from protocol.wire.channel import (
     ANSWER_RECEIVED_BYTES,
@@ -23,11 +21,7 @@ from protocol.wire.channel import (
     retried,
 )
 from protocol.wire.payload import WireCounts
-from tests.integration.tls_coordinator import (
-    GET_RUN,
-    SUBSCRIBE,
-    Coordinator,
-)
+from tests.integration.tls_coordinator import GET_RUN, SUBSCRIBE, Coordinator
 
 
 async def test_a_reader_who_stops_early_leaves_no_stream_open(coordinator: Coordinator) -> None:

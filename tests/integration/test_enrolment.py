@@ -13,18 +13,11 @@ import grpc.aio
 import pytest
 
 from coordinator.server import CONTROL_OPTIONS, ENROLMENT_OPTIONS, bind_enrolment, server_options
-from protocol.errors import (
-    ProtocolMismatchError,
-    SystemRefusedError,
-    UnavailableError,
-)
+from protocol.errors import ProtocolMismatchError, SystemRefusedError, UnavailableError
 from protocol.trust import pki
 from protocol.trust.enrolment import enrol
 from protocol.trust.identity import Identity
-from tests.integration.tls_coordinator import (
-    Coordinator,
-    get_run,
-)
+from tests.integration.tls_coordinator import Coordinator, get_run
 from tests.ports import free_port
 
 ROOT = Path(pki.__file__).parents[2]

@@ -9,11 +9,7 @@ from google.protobuf.message import Message
 from structlog.testing import capture_logs
 
 from coordinator.swarm.standing import BRIEF_TRIAL_SECONDS, LEAST_TRIAL_SECONDS, TRIAL_MARGIN
-from coordinator.swarm.takeover import (
-    SILENT,
-    UNMADE,
-    UNMADE_AGAIN,
-)
+from coordinator.swarm.takeover import SILENT, UNMADE, UNMADE_AGAIN
 from lab.simulation.swarm import Life, SimulatedRun, identity_of
 from node.exchange.codecs.codec import CodecError
 from node.exchange.giving import Push, Pushes

@@ -34,11 +34,7 @@ from protocol.trust.invite import Invite
 from protocol.trust.pki import Role
 from protocol.trust.rulings import RulingKind, checked_chain, rulings_from_wire, rulings_to_wire
 from protocol.v1 import operator_pb2 as pb
-from protocol.v1 import (
-    session_pb2,
-    status_pb2,
-    status_pb2_grpc,
-)
+from protocol.v1 import session_pb2, status_pb2, status_pb2_grpc
 from protocol.v1.operator_pb2_grpc import OperatorServiceStub
 from protocol.v1.ruling_pb2 import Rulings
 from protocol.wire.channel import open_channel

@@ -13,13 +13,7 @@ import grpc.aio
 import pytest
 
 from coordinator.config import create_home
-from coordinator.server import (
-    BEGINNING,
-    BYTES_A_SECOND,
-    MOST_READ,
-    ReadableMessages,
-    WholeMessages,
-)
+from coordinator.server import BEGINNING, BYTES_A_SECOND, MOST_READ, ReadableMessages, WholeMessages
 from protocol.trust.credentials import Credentials
 from protocol.trust.pki import joining_name_in, server_name
 from protocol.v1 import session_pb2

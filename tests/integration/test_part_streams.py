@@ -6,7 +6,6 @@ import os
 
 import pytest
 
-from lab.simulation.virtual_time import run_in_virtual_time
 from node.exchange.peers import (
     Limits,
     TransferRefusedError,
@@ -27,6 +26,7 @@ from protocol.wire.payload import CONTRIBUTION, PIECE, WireCounts
 from protocol.wire.rounds import Digest, NodeId
 from tests.integration.sending_scene import BODY, PART, SENDER, Wire, offered, part_of
 from tests.integration.transport_peers import NoConnection, make_payload
+from tests.unit.exchange_scene import in_virtual_time
 
 
 class _Answers(NoConnection):
@@ -103,21 +103,19 @@ async def test_a_part_of_nothing_that_was_offered_is_kept_if_there_is_room(
     assert (response.status, response.part) == (status, 3)
 
 
-def test_parts_whose_offer_is_not_there_keep_nobody_waiting() -> None:
-    async def scene() -> list[int]:
-        unknown, there = make_payload(body=BODY), make_payload(body=BODY, round=8)
-        receiver = Receiver(Limits())
-        receiver.begin(SENDER, there.header, there.digest, PART)
-        stream, reader, answers = fed_stream()
-        for payload in (unknown, unknown, there):
-            reader.feed_data(framed(part_of(payload, 0)) + BODY[:PART])
-        reader.feed_eof()
-        await take_parts(stream, SENDER, receiver)
-        assert asyncio.get_running_loop().time() == 0
-        return answers.statuses
-
+@in_virtual_time
+async def test_parts_whose_offer_is_not_there_keep_nobody_waiting() -> None:
+    unknown, there = make_payload(body=BODY), make_payload(body=BODY, round=8)
+    receiver = Receiver(Limits())
+    receiver.begin(SENDER, there.header, there.digest, PART)
+    stream, reader, answers = fed_stream()
+    for payload in (unknown, unknown, there):
+        reader.feed_data(framed(part_of(payload, 0)) + BODY[:PART])
+    reader.feed_eof()
+    await take_parts(stream, SENDER, receiver)
+    assert asyncio.get_running_loop().time() == 0
     kept, received = wire.TRANSFER_STATUS_PART_KEPT, wire.TRANSFER_STATUS_PART_RECEIVED
-    assert run_in_virtual_time(scene()) == [kept, kept, received]
+    assert answers.statuses == [kept, kept, received]
 
 
 @pytest.mark.parametrize(
@@ -127,26 +125,24 @@ def test_parts_whose_offer_is_not_there_keep_nobody_waiting() -> None:
         (PART - 1, wire.TRANSFER_STATUS_PART_DROPPED, set()),
     ],
 )
-def test_a_part_counts_whose_offer_comes_while_it_is_read_unless_it_is_too_large_to_keep(
+@in_virtual_time
+async def test_a_part_counts_whose_offer_comes_while_it_is_read_unless_it_is_too_large_to_keep(
     most_bytes: int, status: int, held: set[int]
 ) -> None:
-    async def scene() -> None:
-        payload = make_payload(body=BODY)
-        receiver = Receiver(Limits(most_early_part_bytes=most_bytes))
-        stream, reader, answers = fed_stream()
-        serving = asyncio.create_task(take_parts(stream, SENDER, receiver))
-        reader.feed_data(framed(part_of(payload, 1)) + BODY[PART : 2 * PART - 1])
-        await asyncio.sleep(1)
-        inbound = receiver.begin(SENDER, payload.header, payload.digest, PART)
-        reader.feed_data(BODY[2 * PART - 1 : 2 * PART])
-        reader.feed_eof()
-        await serving
-        assert answers.statuses == [status]
-        assert inbound.assembly.held == held
-        if held:
-            assert inbound.assembly.body()[PART : 2 * PART] == BODY[PART : 2 * PART]
-
-    run_in_virtual_time(scene())
+    payload = make_payload(body=BODY)
+    receiver = Receiver(Limits(most_early_part_bytes=most_bytes))
+    stream, reader, answers = fed_stream()
+    serving = asyncio.create_task(take_parts(stream, SENDER, receiver))
+    reader.feed_data(framed(part_of(payload, 1)) + BODY[PART : 2 * PART - 1])
+    await asyncio.sleep(1)
+    inbound = receiver.begin(SENDER, payload.header, payload.digest, PART)
+    reader.feed_data(BODY[2 * PART - 1 : 2 * PART])
+    reader.feed_eof()
+    await serving
+    assert answers.statuses == [status]
+    assert inbound.assembly.held == held
+    if held:
+        assert inbound.assembly.body()[PART : 2 * PART] == BODY[PART : 2 * PART]
 
 
 @pytest.mark.parametrize(
@@ -233,21 +229,19 @@ async def test_a_part_may_take_longer_than_a_stream_may_be_idle() -> None:
         assert not inbound.is_over
 
 
-def test_a_stream_may_have_nothing_to_carry_for_long_but_not_forever() -> None:
-    async def scene() -> None:
-        payload, receiver = make_payload(body=BODY), Receiver(Limits())
-        receiver.begin(SENDER, payload.header, payload.digest, PART)
-        stream, reader, answers = fed_stream()
-        serving = asyncio.create_task(take_parts(stream, SENDER, receiver))
-        for index in range(2):
-            await asyncio.sleep(Limits().unused_seconds)
-            reader.feed_data(framed(part_of(payload, index)) + BODY[:PART])
+@in_virtual_time
+async def test_a_stream_may_have_nothing_to_carry_for_long_but_not_forever() -> None:
+    payload, receiver = make_payload(body=BODY), Receiver(Limits())
+    receiver.begin(SENDER, payload.header, payload.digest, PART)
+    stream, reader, answers = fed_stream()
+    serving = asyncio.create_task(take_parts(stream, SENDER, receiver))
+    for index in range(2):
         await asyncio.sleep(Limits().unused_seconds)
-        assert answers.statuses == [wire.TRANSFER_STATUS_PART_RECEIVED] * 2
-        with pytest.raises(TimeoutError):
-            await serving
-
-    run_in_virtual_time(scene())
+        reader.feed_data(framed(part_of(payload, index)) + BODY[:PART])
+    await asyncio.sleep(Limits().unused_seconds)
+    assert answers.statuses == [wire.TRANSFER_STATUS_PART_RECEIVED] * 2
+    with pytest.raises(TimeoutError):
+        await serving
 
 
 async def test_nobody_puts_parts_into_anothers_body() -> None:
@@ -304,121 +298,113 @@ async def test_who_sends_without_end_what_nobody_wants_is_cut_off() -> None:
         ),
     ],
 )
-def test_what_nobody_asked_for_adds_up_until_something_wanted_comes(limits: Limits) -> None:
-    async def scene() -> None:
-        payload, receiver = make_payload(body=BODY), Receiver(limits)
-        receiver.begin(SENDER, payload.header, payload.digest, PART)
-        unwanted = make_payload(body=BODY, round=8)
-        stream, reader, answers = fed_stream()
-        serving = asyncio.create_task(take_parts(stream, SENDER, receiver))
-        for part in (*[part_of(unwanted, 0)] * 3, part_of(payload, 0), *[part_of(unwanted, 0)] * 3):
-            reader.feed_data(framed(part) + BODY[:PART])
-            await asyncio.sleep(1)
-            assert not serving.done()
-        dropped, received = (
-            wire.TRANSFER_STATUS_PART_DROPPED,
-            wire.TRANSFER_STATUS_PART_RECEIVED,
-        )
-        assert answers.statuses == [dropped] * 3 + [received] + [dropped] * 3
-        reader.feed_data(framed(part_of(unwanted, 0, 1)))  # one byte more, and it is not read
-        with pytest.raises(FrameError, match=f"{3 * PART + 1} bytes of parts that nobody asked"):
-            await serving
-
-    run_in_virtual_time(scene())
-
-
-def test_a_wait_for_a_body_that_is_cancelled_while_it_ends_is_cancelled() -> None:
-    """Its stream may take a while to end: a second cancellation is not the stream's."""
-
-    async def scene() -> None:
-        payload, receiver = make_payload(body=BODY), Receiver(Limits())
-        inbound = receiver.begin(SENDER, payload.header, payload.digest, PART)
-        is_ending = asyncio.Event()
-
-        class Stream:
-            async def ended(self) -> None:
-                try:
-                    await asyncio.Event().wait()
-                except asyncio.CancelledError:
-                    is_ending.set()
-                    await asyncio.sleep(5)
-                    raise
-
-        async def take() -> str:
-            waiting = complete(
-                Stream(),  # type: ignore[arg-type]
-                inbound,
-                is_wanted=lambda: True,
-                idle_seconds=20,
-            )
-            with contextlib.suppress(TimeoutError):
-                await waiting
-            return "went on as if nothing had been asked"
-
-        task = asyncio.create_task(take())
-        await asyncio.wait_for(is_ending.wait(), 60)  # nothing came within 20 s
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        await asyncio.sleep(10)
-        assert asyncio.all_tasks() == {asyncio.current_task()}
-
-    run_in_virtual_time(scene())
-
-
-def test_the_answer_to_a_sender_that_is_ahead_waits_for_the_others_briefly() -> None:
-    async def scene() -> None:
-        limits = Limits()
-        receiver = Receiver(limits)
-        payload = make_payload(CONTRIBUTION, body=BODY)
-        senders = [SENDER, *(NodeId(name) for name in "xyz")]
-        for sender in senders:
-            receiver.begin(sender, payload.header, payload.digest, PART)
-        stream, reader, answers = fed_stream()
-        serving = asyncio.create_task(take_parts(stream, SENDER, receiver))
-
-        def feed(index: int) -> None:
-            reader.feed_data(framed(part_of(payload, index)) + BODY[:PART])
-
-        for index in range(3):
-            feed(index)
-        await asyncio.sleep(0.9 * limits.ahead_seconds)
-        assert answers.held == [False, False]  # of two parts nobody is told to wait
-        for sender in senders[1:3]:
-            receiver.moved(sender, payload.header, PART)
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        assert answers.held == [False, False, True]
-        feed(3)  # and nobody gets on any more
-        await asyncio.sleep(0.9 * limits.ahead_seconds)
-        assert answers.held == [False, False, True]
-        await asyncio.sleep(0.2 * limits.ahead_seconds)
-        assert answers.held == [False, False, True, True]
-        reader.feed_eof()
+@in_virtual_time
+async def test_what_nobody_asked_for_adds_up_until_something_wanted_comes(limits: Limits) -> None:
+    payload, receiver = make_payload(body=BODY), Receiver(limits)
+    receiver.begin(SENDER, payload.header, payload.digest, PART)
+    unwanted = make_payload(body=BODY, round=8)
+    stream, reader, answers = fed_stream()
+    serving = asyncio.create_task(take_parts(stream, SENDER, receiver))
+    for part in (*[part_of(unwanted, 0)] * 3, part_of(payload, 0), *[part_of(unwanted, 0)] * 3):
+        reader.feed_data(framed(part) + BODY[:PART])
+        await asyncio.sleep(1)
+        assert not serving.done()
+    dropped, received = (
+        wire.TRANSFER_STATUS_PART_DROPPED,
+        wire.TRANSFER_STATUS_PART_RECEIVED,
+    )
+    assert answers.statuses == [dropped] * 3 + [received] + [dropped] * 3
+    reader.feed_data(framed(part_of(unwanted, 0, 1)))  # one byte more, and it is not read
+    with pytest.raises(FrameError, match=f"{3 * PART + 1} bytes of parts that nobody asked"):
         await serving
 
-    run_in_virtual_time(scene())
+
+@in_virtual_time
+async def test_a_wait_for_a_body_that_is_cancelled_while_it_ends_is_cancelled() -> None:
+    """Its stream may take a while to end: a second cancellation is not the stream's."""
+
+    payload, receiver = make_payload(body=BODY), Receiver(Limits())
+    inbound = receiver.begin(SENDER, payload.header, payload.digest, PART)
+    is_ending = asyncio.Event()
+
+    class Stream:
+        async def ended(self) -> None:
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                is_ending.set()
+                await asyncio.sleep(5)
+                raise
+
+    async def take() -> str:
+        waiting = complete(
+            Stream(),  # type: ignore[arg-type]
+            inbound,
+            is_wanted=lambda: True,
+            idle_seconds=20,
+        )
+        with contextlib.suppress(TimeoutError):
+            await waiting
+        return "went on as if nothing had been asked"
+
+    task = asyncio.create_task(take())
+    await asyncio.wait_for(is_ending.wait(), 60)  # nothing came within 20 s
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await asyncio.sleep(10)
+    assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
-def test_what_comes_behind_a_part_whose_answer_is_held_back_is_taken_all_the_same() -> None:
+@in_virtual_time
+async def test_the_answer_to_a_sender_that_is_ahead_waits_for_the_others_briefly() -> None:
+    limits = Limits()
+    receiver = Receiver(limits)
+    payload = make_payload(CONTRIBUTION, body=BODY)
+    senders = [SENDER, *(NodeId(name) for name in "xyz")]
+    for sender in senders:
+        receiver.begin(sender, payload.header, payload.digest, PART)
+    stream, reader, answers = fed_stream()
+    serving = asyncio.create_task(take_parts(stream, SENDER, receiver))
+
+    def feed(index: int) -> None:
+        reader.feed_data(framed(part_of(payload, index)) + BODY[:PART])
+
+    for index in range(3):
+        feed(index)
+    await asyncio.sleep(0.9 * limits.ahead_seconds)
+    assert answers.held == [False, False]  # of two parts nobody is told to wait
+    for sender in senders[1:3]:
+        receiver.moved(sender, payload.header, PART)
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert answers.held == [False, False, True]
+    feed(3)  # and nobody gets on any more
+    await asyncio.sleep(0.9 * limits.ahead_seconds)
+    assert answers.held == [False, False, True]
+    await asyncio.sleep(0.2 * limits.ahead_seconds)
+    assert answers.held == [False, False, True, True]
+    reader.feed_eof()
+    await serving
+
+
+@in_virtual_time
+async def test_what_comes_behind_a_part_whose_answer_is_held_back_is_taken_all_the_same() -> None:
     """It may be of the body that all others wait for: then nobody would ever catch up."""
 
-    async def scene() -> None:
-        receiver = Receiver(Limits())
-        ahead = make_payload(CONTRIBUTION, body=BODY, round=7)
-        awaited = make_payload(CONTRIBUTION, body=BODY[::-1], round=7)
-        for sender in (SENDER, *(NodeId(name) for name in "xyz")):
-            receiver.begin(sender, ahead.header, ahead.digest, PART)
-        body = receiver.begin(SENDER, awaited.header, awaited.digest, PART)
-        stream, reader, answers = fed_stream()
-        serving = asyncio.create_task(take_parts(stream, SENDER, receiver))
-        for payload, index in ((ahead, 0), (ahead, 1), (ahead, 2), (awaited, 0)):
-            reader.feed_data(framed(part_of(payload, index)) + bytes(PART))
-        await asyncio.sleep(0.1)
-        assert answers.held == [False, False]
-        assert body.assembly.held == {0}
-        serving.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await serving
-
-    run_in_virtual_time(scene())
+    receiver = Receiver(Limits())
+    ahead = make_payload(CONTRIBUTION, body=BODY, round=7)
+    awaited = make_payload(CONTRIBUTION, body=BODY[::-1], round=7)
+    for sender in (SENDER, *(NodeId(name) for name in "xyz")):
+        receiver.begin(sender, ahead.header, ahead.digest, PART)
+    body = receiver.begin(SENDER, awaited.header, awaited.digest, PART)
+    stream, reader, answers = fed_stream()
+    serving = asyncio.create_task(take_parts(stream, SENDER, receiver))
+    for payload, index in ((ahead, 0), (ahead, 1), (ahead, 2), (awaited, 0)):
+        reader.feed_data(framed(part_of(payload, index)) + bytes(PART))
+    await asyncio.sleep(0.1)
+    assert answers.held == [False, False]
+    assert body.assembly.held == {0}
+    serving.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await serving

@@ -22,13 +22,7 @@ from protocol.errors import AtollError
 from protocol.trust.credentials import Credentials
 from protocol.trust.identity import Identity
 from protocol.trust.invite import Invite, endpoint_of
-from protocol.trust.pki import (
-    ENDLESS,
-    Authority,
-    Validity,
-    make_request,
-    server_name,
-)
+from protocol.trust.pki import ENDLESS, Authority, Validity, make_request, server_name
 from protocol.v1 import operator_pb2
 from protocol.v1.operator_pb2_grpc import OperatorServiceStub
 from protocol.wire.channel import channel_options, open_channel

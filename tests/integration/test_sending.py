@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from lab.simulation.virtual_time import run_in_virtual_time
 from node.exchange.peers import Limits, TransferRefusedError
 from node.exchange.transport import sender as sender_room
 from node.exchange.transport.rates.traffic import Traffic
@@ -26,6 +25,7 @@ from protocol.wire.payload import Payload, WireCounts
 from protocol.wire.rounds import Digest, NodeId
 from tests.integration.sending_scene import BODY, PART, SENDER, Wire, offered
 from tests.integration.transport_peers import NoConnection, make_payload
+from tests.unit.exchange_scene import in_virtual_time
 
 
 async def test_a_large_body_comes_over_several_streams_and_whole() -> None:
@@ -389,83 +389,75 @@ class _Peer:
         self._readers[stream].feed_data(len(frame).to_bytes(4, "little") + frame)
 
 
-def test_a_peer_that_is_ahead_with_results_goes_on_as_soon_as_others_have_got_on() -> None:
-    async def scene() -> None:
-        traffic = Traffic(WireCounts(), limits=Limits())
-        peers = [_Peer(num_streams=1, traffic=traffic) for _ in range(3)]
-        payload = make_payload(body=os.urandom(60 * PART))
-        pushing = [asyncio.create_task(peer.sending.push(payload)) for peer in peers]
-        await asyncio.sleep(0.01)
-        *others, fast = peers
-        for part in range(9):
-            fast.answer(1, part)
-            await asyncio.sleep(0.001)
-        held_at = fast.num_parts
-        fast.answer(1, 9)
-        await asyncio.sleep(0.01)
-        assert fast.num_parts == held_at
-        for peer in others:
-            for part in range(3):
-                peer.answer(1, part)
-        await asyncio.sleep(0.01)  # long before anybody looks whether time has passed
-        assert fast.num_parts > held_at
-        for push in pushing:
-            push.cancel()
-        await asyncio.wait(pushing)
-
-    run_in_virtual_time(scene())
-
-
-def test_no_more_is_handed_over_than_the_peer_was_seen_to_take() -> None:
-    async def scene() -> None:
-        peer = _Peer(num_streams=2)
-        payload = make_payload(body=os.urandom(60 * PART))
-        pushing = asyncio.create_task(peer.sending.push(payload))
-        await asyncio.sleep(1)
-        assert peer.num_parts == FIRST_WINDOW_BYTES // PART
-        peer.answer(1, 0)
-        await asyncio.sleep(100)
-        assert peer.num_parts == FIRST_WINDOW_BYTES // PART + 2
-        pushing.cancel()
-        await asyncio.wait([pushing])
-
-    run_in_virtual_time(scene())
-
-
-def test_a_stream_that_carries_what_was_given_up_does_not_stay() -> None:
-    async def scene() -> None:
-        peer = _Peer(num_streams=1, most_at_rest=1)
-        pushing = asyncio.create_task(peer.sending.push(make_payload(body=os.urandom(60 * PART))))
-        for part in range(WORTH_KEEPING):
-            await asyncio.sleep(1)
+@in_virtual_time
+async def test_a_peer_that_is_ahead_with_results_goes_on_as_soon_as_others_have_got_on() -> None:
+    traffic = Traffic(WireCounts(), limits=Limits())
+    peers = [_Peer(num_streams=1, traffic=traffic) for _ in range(3)]
+    payload = make_payload(body=os.urandom(60 * PART))
+    pushing = [asyncio.create_task(peer.sending.push(payload)) for peer in peers]
+    await asyncio.sleep(0.01)
+    *others, fast = peers
+    for part in range(9):
+        fast.answer(1, part)
+        await asyncio.sleep(0.001)
+    held_at = fast.num_parts
+    fast.answer(1, 9)
+    await asyncio.sleep(0.01)
+    assert fast.num_parts == held_at
+    for peer in others:
+        for part in range(3):
             peer.answer(1, part)
+    await asyncio.sleep(0.01)  # long before anybody looks whether time has passed
+    assert fast.num_parts > held_at
+    for push in pushing:
+        push.cancel()
+    await asyncio.wait(pushing)
+
+
+@in_virtual_time
+async def test_no_more_is_handed_over_than_the_peer_was_seen_to_take() -> None:
+    peer = _Peer(num_streams=2)
+    payload = make_payload(body=os.urandom(60 * PART))
+    pushing = asyncio.create_task(peer.sending.push(payload))
+    await asyncio.sleep(1)
+    assert peer.num_parts == FIRST_WINDOW_BYTES // PART
+    peer.answer(1, 0)
+    await asyncio.sleep(100)
+    assert peer.num_parts == FIRST_WINDOW_BYTES // PART + 2
+    pushing.cancel()
+    await asyncio.wait([pushing])
+
+
+@in_virtual_time
+async def test_a_stream_that_carries_what_was_given_up_does_not_stay() -> None:
+    peer = _Peer(num_streams=1, most_at_rest=1)
+    pushing = asyncio.create_task(peer.sending.push(make_payload(body=os.urandom(60 * PART))))
+    for part in range(WORTH_KEEPING):
         await asyncio.sleep(1)
-        assert peer.num_parts > WORTH_KEEPING
-        pushing.cancel()
-        await asyncio.wait([pushing])
-        assert not peer.sending._sender.streams
+        peer.answer(1, part)
+    await asyncio.sleep(1)
+    assert peer.num_parts > WORTH_KEEPING
+    pushing.cancel()
+    await asyncio.wait([pushing])
+    assert not peer.sending._sender.streams
 
-    run_in_virtual_time(scene())
 
-
-def test_what_a_slow_uplink_queues_is_seen_in_the_answers_and_slows_the_rest() -> None:
+@in_virtual_time
+async def test_what_a_slow_uplink_queues_is_seen_in_the_answers_and_slows_the_rest() -> None:
     """The link carries a part in a tenth of a second; what is handed over sooner waits before it."""
 
-    async def scene() -> None:
-        peer = _Peer(num_streams=1)
-        payload = make_payload(body=os.urandom(300 * PART))
-        pushing = asyncio.create_task(peer.sending.push(payload))
-        waiting: list[int] = []  # before each answer
-        for _ in range(250):
-            await asyncio.sleep(0.1)
-            if peer.num_parts > len(waiting):
-                waiting.append(peer.num_parts - len(waiting))
-                peer.answer(1, len(waiting) - 1)
-        rate = peer.traffic.uplink.bytes_per_second
-        assert rate is not None and 0.8 * 10 * PART < rate < 1.2 * 10 * PART
-        assert max(waiting) >= 10 and max(waiting[150:]) < 5
-        assert len(waiting) > 240  # and the link is full
-        pushing.cancel()
-        await asyncio.wait([pushing])
-
-    run_in_virtual_time(scene())
+    peer = _Peer(num_streams=1)
+    payload = make_payload(body=os.urandom(300 * PART))
+    pushing = asyncio.create_task(peer.sending.push(payload))
+    waiting: list[int] = []  # before each answer
+    for _ in range(250):
+        await asyncio.sleep(0.1)
+        if peer.num_parts > len(waiting):
+            waiting.append(peer.num_parts - len(waiting))
+            peer.answer(1, len(waiting) - 1)
+    rate = peer.traffic.uplink.bytes_per_second
+    assert rate is not None and 0.8 * 10 * PART < rate < 1.2 * 10 * PART
+    assert max(waiting) >= 10 and max(waiting[150:]) < 5
+    assert len(waiting) > 240  # and the link is full
+    pushing.cancel()
+    await asyncio.wait([pushing])

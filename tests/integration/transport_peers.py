@@ -4,14 +4,7 @@ import asyncio
 import itertools
 from dataclasses import dataclass, field
 
-from node.exchange.peers import (
-    Admission,
-    Limits,
-    TransferRefusedError,
-    Transport,
-    Want,
-    WantResult,
-)
+from node.exchange.peers import Admission, Limits, TransferRefusedError, Transport, Want, WantResult
 from node.exchange.transport.libp2p import Libp2pTransport
 from protocol.trust.identity import Identity, peer_id_of
 from protocol.wire.payload import RESULT, Payload, PayloadHeader, WireCounts

@@ -15,14 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from unittest.mock import patch
 
-from lab.processes.family import (
-    MARK,
-    SOURCES,
-    Family,
-    atoll_command,
-    atoll_environment,
-    maps_of,
-)
+from lab.processes.family import MARK, SOURCES, Family, atoll_command, atoll_environment, maps_of
 from protocol.terminal import cli, console
 from protocol.terminal.query import StatusLink
 from protocol.v1 import status_pb2

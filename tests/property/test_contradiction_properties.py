@@ -10,13 +10,7 @@ from hypothesis import strategies as st
 from coordinator.swarm.penalties import spoken_against
 from coordinator.swarm.state import Say
 from coordinator.swarm.weighing import votes_of
-from node.exchange.screening import (
-    MOST_COMPARED_WITH,
-    NOT_HERE,
-    Cosine,
-    contradicted,
-    votes_about,
-)
+from node.exchange.screening import MOST_COMPARED_WITH, NOT_HERE, Cosine, contradicted, votes_about
 from protocol.wire.rounds import (
     WHOLE,
     Commit,

@@ -9,13 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lab.simulation.virtual_time import run_in_virtual_time
-from node.exchange.peers import (
-    TransferRefusedError,
-    Waits,
-    Want,
-    WantChunk,
-    WantManifest,
-)
+from node.exchange.peers import TransferRefusedError, Waits, Want, WantChunk, WantManifest
 from node.exchange.state.chunks import Manifest, ManifestError
 from protocol.wire.payload import Payload
 from tests.unit.download_scene import (

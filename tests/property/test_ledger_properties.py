@@ -5,15 +5,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.swarm.ledger import (
-    Ledger,
-    Places,
-    free_again,
-    lease,
-    lease_again,
-    reopen,
-    settle,
-)
+from coordinator.swarm.ledger import Ledger, Places, free_again, lease, lease_again, reopen, settle
 from protocol.wire.rounds import Assignment, NodeId
 from tests.property.effort import examples
 

@@ -8,13 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.presets.choosing import HEADERS, NEAR, Plan, Value, chosen
-from coordinator.presets.cost import (
-    HostSpeeds,
-    Prediction,
-    Setting,
-    Situation,
-    predicted,
-)
+from coordinator.presets.cost import HostSpeeds, Prediction, Setting, Situation, predicted
 from coordinator.presets.costly import costs_in_words
 from coordinator.presets.loss import SLOPE, SPARSE, Given, above, settings_of
 from coordinator.presets.settling import settled, with_values

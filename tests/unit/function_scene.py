@@ -9,10 +9,7 @@ from node.island.data.opening import open_dataset
 from node.island.data.places import DataPlaces
 from node.island.models.describing import describe, first_vector
 from node.island.parallel.mesh import Mesh
-from node.island.parallel.mesh_shape import (
-    PLAIN,
-    LocalTraining,
-)
+from node.island.parallel.mesh_shape import PLAIN, LocalTraining
 from node.island.training.trainer import Trainer
 from protocol.run.models import FunctionModel
 from protocol.run.run_spec import DataSection, EvaluationSection, InnerSection, RunSpec

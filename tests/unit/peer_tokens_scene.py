@@ -6,12 +6,7 @@ from pathlib import Path
 from random import Random
 
 from lab.simulation.memory_transport import MemoryNetwork, MemoryTransport
-from node.exchange.peers import (
-    Admission,
-    TransferRefusedError,
-    Want,
-    WantTokens,
-)
+from node.exchange.peers import Admission, TransferRefusedError, Want, WantTokens
 from node.exchange.tokens import PeerTokens
 from node.heavy import in_place
 from node.island.data.held import TokensHere

@@ -23,16 +23,7 @@ from node.exchange.round.transition import collects_until, step
 from protocol.wire.messages import Reduced, SliceTakenOver
 from protocol.wire.payload import Payload
 from protocol.wire.rounds import BLOCK, NodeId, Plan
-from tests.unit.exchange_scene import (
-    RUN,
-    TOKENS,
-    A,
-    B,
-    C,
-    contribution_of,
-    plan_for,
-    result_of,
-)
+from tests.unit.exchange_scene import RUN, TOKENS, A, B, C, contribution_of, plan_for, result_of
 
 NODES = (A, B, C)
 FP32 = codec_named("fp32")

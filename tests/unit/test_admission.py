@@ -24,16 +24,7 @@ from node.exchange.round.transition import FULL_LEAST_SECONDS, late_for, step, w
 from protocol.wire.messages import ParticipantsDeparted, SliceTakenOver
 from protocol.wire.payload import MANIFEST, Payload, PayloadHeader
 from protocol.wire.rounds import BLOCK, NodeId
-from tests.unit.exchange_scene import (
-    RUN,
-    TOKENS,
-    A,
-    B,
-    C,
-    contribution_of,
-    plan_for,
-    result_of,
-)
+from tests.unit.exchange_scene import RUN, TOKENS, A, B, C, contribution_of, plan_for, result_of
 
 PLAN = plan_for(A, B, C)
 FP32 = codec_named("fp32")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from node.duties.lasting_island import Checks
-from node.exchange.auditing import SpotCheckReady, piece_of
+from node.exchange.spot_checks import SpotCheckReady, piece_of
 from protocol.wire.findings import SpotChecked
 from protocol.wire.messages import SpotCheckAsked
 from protocol.wire.rounds import AUDIT_ROUNDS, LEAST_CHECKED, NodeId

@@ -9,14 +9,7 @@ from structlog.testing import capture_logs
 
 from coordinator.authority_key import encrypted, refuse_damaged
 from coordinator.database import DATABASE_NAME
-from coordinator.disk import (
-    AGAIN,
-    LEAST_BYTES,
-    SLOW_SECONDS,
-    SLOW_TOLD_AGAIN_SECONDS,
-    Disk,
-    Room,
-)
+from coordinator.disk import AGAIN, LEAST_BYTES, SLOW_SECONDS, SLOW_TOLD_AGAIN_SECONDS, Disk, Room
 from protocol.errors import BadDataError
 from protocol.trust.pki import Authority, new_swarm_id
 from protocol.v1 import status_pb2 as pb

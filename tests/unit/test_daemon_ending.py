@@ -28,14 +28,7 @@ from protocol.wire.messages import (
     RunFinished,
     Trained,
 )
-from protocol.wire.rounds import (
-    Commit,
-    Digest,
-    PeerAddress,
-    RosterEntry,
-    Slice,
-    SliceOutcome,
-)
+from protocol.wire.rounds import Commit, Digest, PeerAddress, RosterEntry, Slice, SliceOutcome
 from tests.unit.daemon_scene import Life
 from tests.unit.exchange_scene import A, B, in_virtual_time, plan_for
 from tests.unit.rulings_scene import amendment

@@ -11,12 +11,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from structlog.testing import capture_logs
 
 from coordinator.services import checks, session
-from coordinator.services.answering import (
-    CALLS_A_SECOND,
-    MOST_ATTACHES,
-    MOST_CALLS,
-    CallRates,
-)
+from coordinator.services.answering import CALLS_A_SECOND, MOST_ATTACHES, MOST_CALLS, CallRates
 from coordinator.services.session import SessionDesk
 from coordinator.streams import Telemetry
 from protocol.errors import (

@@ -11,13 +11,7 @@ from structlog.testing import capture_logs
 
 from node.app import _refuse_or_tell
 from node.config import NodeSettings
-from node.first_look import (
-    expected_a_day,
-    next_lines,
-    share_of_day,
-    start_options,
-    what_is_over,
-)
+from node.first_look import expected_a_day, next_lines, share_of_day, start_options, what_is_over
 from node.island.data.manifest import read_manifest
 from node.island.data.opening import look_at_data, look_at_run_data, open_dataset
 from node.island.data.places import DataPlaces

@@ -7,17 +7,11 @@ import torch
 from torch import nn
 
 from node.island.models.architecture import BufferWatch, tensors_of
-from node.island.models.code import (
-    digest_of,
-)
+from node.island.models.code import digest_of
 from node.island.models.describing import describe, first_vector
 from node.island.models.function import random_module
 from node.models.describing import HAS_LOADED, describe_run
-from protocol.errors import (
-    AtollError,
-    BadDataError,
-    ConfigError,
-)
+from protocol.errors import AtollError, BadDataError, ConfigError
 from protocol.run.models import Description, FunctionModel
 from protocol.run.run_files import load_run_folder
 from protocol.run.run_spec import DataSection, RunSpec

@@ -27,10 +27,7 @@ from node.island.parallel.modules import compile_layers, refuse_scalars
 from node.island.training import engine
 from node.island.training.optimizers import inner_optimizers
 from node.island.training.trainer import Trainer
-from protocol.errors import (
-    BadDataError,
-    ConfigError,
-)
+from protocol.errors import BadDataError, ConfigError
 from protocol.run.models import Description, FunctionModel, Layout, layout_of
 from protocol.run.run_files import load_run_file, validated
 from protocol.run.run_spec import DataSection, EvaluationSection, InnerSection, RunSpec

@@ -6,15 +6,7 @@ from pathlib import Path
 import pytest
 
 from node.island.data.places import DataPlaces
-from node.kept import (
-    PLACES_FILE,
-    RUN_FILE,
-    keep_places,
-    keep_run,
-    kept_model,
-    kept_run,
-    places_of,
-)
+from node.kept import PLACES_FILE, RUN_FILE, keep_places, keep_run, kept_model, kept_run, places_of
 from protocol.errors import AtollError, BadDataError, NoInputError
 from protocol.trust.identity import Identity
 from tests.tiny_runs import tiny

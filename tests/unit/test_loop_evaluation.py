@@ -19,13 +19,7 @@ from atoll.evaluation import digest_of_function
 from node.island.island import Evaluation
 from node.island.models.decoder_modules import Decoder
 from node.island.ranks.faults import LoopGoneError
-from tests.unit.loop_scene import (
-    Normed,
-    ends,
-    nudge,
-    scene,
-    work,
-)
+from tests.unit.loop_scene import Normed, ends, nudge, scene, work
 
 
 async def test_a_loop_evaluates_the_global_parameters_by_its_own_function(tmp_path: Path) -> None:

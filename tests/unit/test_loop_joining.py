@@ -25,14 +25,7 @@ from node.island.models.first_weights import initial_parameters
 from node.island.ranks.faults import LoopGoneError
 from protocol.run.run_spec import InnerSection
 from tests.islands.rank_scene import small_spec
-from tests.unit.loop_scene import (
-    come_in_bare,
-    ends,
-    nudge,
-    scene,
-    steps_on_samples,
-    work,
-)
+from tests.unit.loop_scene import come_in_bare, ends, nudge, scene, steps_on_samples, work
 
 
 async def test_without_a_loop_nothing_is_trained_and_nobody_waits(tmp_path: Path) -> None:

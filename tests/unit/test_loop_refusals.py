@@ -19,15 +19,7 @@ from node.island.ranks.faults import LoopGoneError
 from protocol.run.models import Description
 from protocol.run.run_spec import RunSpec
 from tests.islands.rank_scene import small_spec
-from tests.unit.loop_scene import (
-    Normed,
-    come_in_bare,
-    ends,
-    nudge,
-    scene,
-    steps_on_samples,
-    work,
-)
+from tests.unit.loop_scene import Normed, come_in_bare, ends, nudge, scene, steps_on_samples, work
 
 
 async def test_running_statistics_that_nobody_computes_are_refused_before_anything_moves(

@@ -17,13 +17,7 @@ from atoll.frozen import check_frozen, few_values, software_of, summed
 from atoll.optimizers import Optimizers
 from atoll.ranks import Ranks
 from atoll.watch import Watch
-from atoll.weights import (
-    Overlap,
-    Place,
-    Weights,
-    canonical,
-    check_model,
-)
+from atoll.weights import Overlap, Place, Weights, canonical, check_model
 from node.island.models.architecture import FEW, SUMS, few_values_of
 
 ROWS, COLUMNS = 6, 5

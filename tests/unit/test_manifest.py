@@ -6,13 +6,7 @@ import blake3
 import pytest
 
 from node.exchange.state.chunks import CHUNK_BYTES, HEADER, Manifest, ManifestError
-from tests.unit.download_scene import (
-    NUM_ELEMENTS,
-    cut_small,
-    manifest_of,
-    small_chunks,
-    state_at,
-)
+from tests.unit.download_scene import NUM_ELEMENTS, cut_small, manifest_of, small_chunks, state_at
 from tests.unit.golden.golden_file import matches_golden
 from tests.unit.test_snapshot import LAYOUT, RUN, snapshot_at
 

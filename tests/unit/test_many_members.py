@@ -21,10 +21,7 @@ from coordinator.driver import Driver, LoopClock
 from coordinator.journal import log_transition
 from coordinator.services import session
 from coordinator.services.session import MOST_OUT_OF_REACH, SentMessages, SessionDesk
-from coordinator.services.status import (
-    MOST_LOSSES,
-    StatusDesk,
-)
+from coordinator.services.status import MOST_LOSSES, StatusDesk
 from coordinator.store import Store
 from coordinator.streams import Telemetry
 from coordinator.swarm import rounds

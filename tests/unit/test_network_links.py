@@ -8,14 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lab.network.links import (
-    Link,
-    Network,
-    Packet,
-    Pipe,
-    Traffic,
-    opens_a_conversation,
-)
+from lab.network.links import Link, Network, Packet, Pipe, Traffic, opens_a_conversation
 from protocol.errors import UsageError
 
 ADDRESSES = {

@@ -15,9 +15,7 @@ from node.island.training.optimizers import (
     inner_optimizers,
     orthogonalised,
 )
-from protocol.errors import (
-    ConfigError,
-)
+from protocol.errors import ConfigError
 from protocol.run.models import DecoderModel
 from protocol.run.run_files import validated
 from protocol.run.run_spec import InnerSection

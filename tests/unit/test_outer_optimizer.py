@@ -7,12 +7,7 @@ import pytest
 import torch
 
 from node.exchange.codecs.codec import TILE_ELEMENTS
-from node.exchange.outer_optimizer import (
-    Nesterov,
-    OuterOptimizer,
-    Sgd,
-    outer_optimizer_of,
-)
+from node.exchange.outer_optimizer import Nesterov, OuterOptimizer, Sgd, outer_optimizer_of
 from protocol.errors import ConfigError, SystemRefusedError
 from protocol.run.run_files import load_run_file, run_from_json
 from protocol.run.run_spec import OuterSection

@@ -28,16 +28,7 @@ from protocol.wire.rounds import (
     SliceOutcome,
     contribution_digest,
 )
-from tests.unit.exchange_scene import (
-    NUM_ELEMENTS,
-    TOKENS,
-    A,
-    B,
-    C,
-    outer_of,
-    plan_for,
-    result_of,
-)
+from tests.unit.exchange_scene import NUM_ELEMENTS, TOKENS, A, B, C, outer_of, plan_for, result_of
 
 SLICES = plan_for(A, B, C).slices
 OTHER_BYTES = ContributionDigest(bytes(16))

@@ -18,6 +18,7 @@ from node.exchange.transport.rates.uplink import (
 )
 from protocol.wire.payload import WireCounts
 from protocol.wire.vitals import FREE, NO_UPLOAD, UploadPace, upload_in_words
+from tests.unit.exchange_scene import in_virtual_time
 
 RATE = 1_000_000.0  # wire bytes a second
 FLOOR = 2048.0
@@ -59,27 +60,22 @@ async def upload_for(
 
 
 @pytest.mark.parametrize("num_streams", [1, 3, 8])
-def test_streams_use_the_whole_rate_and_share_it_evenly(num_streams: int) -> None:
-    async def scene() -> list[int]:
-        return await upload_for(SECONDS, traffic_at(RATE), num_streams=num_streams)
-
-    sent = run_in_virtual_time(scene())
+@in_virtual_time
+async def test_streams_use_the_whole_rate_and_share_it_evenly(num_streams: int) -> None:
+    sent = await upload_for(SECONDS, traffic_at(RATE), num_streams=num_streams)
     share = RATE * SECONDS / num_streams
     assert [wire(num_bytes) for num_bytes in sent] == pytest.approx([share] * num_streams, rel=0.05)
 
 
-def test_in_no_stretch_of_time_is_more_sent_than_the_rate_and_one_burst() -> None:
-    async def scene() -> list[tuple[float, int]]:
-        loop, log = asyncio.get_running_loop(), list[tuple[float, int]]()
-        traffic = traffic_at(RATE)
-        for pause in (0.0, 0.01, 5.0):  # what an idle time saves up is one burst, however long
-            await asyncio.sleep(pause)
-            await upload_for(
-                1.0, traffic, num_streams=4, note=lambda size: log.append((loop.time(), size))
-            )
-        return log
-
-    log = run_in_virtual_time(scene())
+@in_virtual_time
+async def test_in_no_stretch_of_time_is_more_sent_than_the_rate_and_one_burst() -> None:
+    loop, log = asyncio.get_running_loop(), list[tuple[float, int]]()
+    traffic = traffic_at(RATE)
+    for pause in (0.0, 0.01, 5.0):  # what an idle time saves up is one burst, however long
+        await asyncio.sleep(pause)
+        await upload_for(
+            1.0, traffic, num_streams=4, note=lambda size: log.append((loop.time(), size))
+        )
     for first, (since, _) in enumerate(log):
         total = 0
         for until, num_bytes in log[first:]:
@@ -108,39 +104,34 @@ def test_bodies_make_room_for_what_does_not_wait() -> None:
     )
 
 
-def test_a_transfer_that_gives_up_while_it_waits_takes_nothing_from_the_others() -> None:
-    async def scene() -> float:
-        loop, traffic = asyncio.get_running_loop(), traffic_at(RATE)
-        await traffic.leave(traffic.chunk_bytes)
-        waiting = [asyncio.create_task(traffic.leave(traffic.chunk_bytes)) for _ in range(50)]
-        await asyncio.sleep(BURST_SECONDS / 2)
-        for task in waiting:
-            task.cancel()
-        await asyncio.wait(waiting)
-        await traffic.leave(traffic.chunk_bytes)
-        return loop.time()
-
-    assert run_in_virtual_time(scene()) == pytest.approx(BURST_SECONDS, rel=0.01)
+@in_virtual_time
+async def test_a_transfer_that_gives_up_while_it_waits_takes_nothing_from_the_others() -> None:
+    loop, traffic = asyncio.get_running_loop(), traffic_at(RATE)
+    await traffic.leave(traffic.chunk_bytes)
+    waiting = [asyncio.create_task(traffic.leave(traffic.chunk_bytes)) for _ in range(50)]
+    await asyncio.sleep(BURST_SECONDS / 2)
+    for task in waiting:
+        task.cancel()
+    await asyncio.wait(waiting)
+    await traffic.leave(traffic.chunk_bytes)
+    assert loop.time() == pytest.approx(BURST_SECONDS, rel=0.01)
 
 
-def test_so_few_bodies_go_at_once_that_receivers_take_none_for_a_trickle() -> None:
-    async def scene() -> tuple[int, int]:
-        traffic, most, now = traffic_at(32_000.0), 0, 0
+@in_virtual_time
+async def test_so_few_bodies_go_at_once_that_receivers_take_none_for_a_trickle() -> None:
+    traffic, most, now = traffic_at(32_000.0), 0, 0
 
-        async def upload() -> None:
-            nonlocal most, now
-            async with traffic.place():
-                now += 1
-                most = max(most, now)
-                for _ in range(20):
-                    await traffic.leave(traffic.chunk_bytes)
-                now -= 1
+    async def upload() -> None:
+        nonlocal most, now
+        async with traffic.place():
+            now += 1
+            most = max(most, now)
+            for _ in range(20):
+                await traffic.leave(traffic.chunk_bytes)
+            now -= 1
 
-        await asyncio.gather(*(upload() for _ in range(40)))
-        return most, now
-
-    most, left = run_in_virtual_time(scene())
-    assert left == 0
+    await asyncio.gather(*(upload() for _ in range(40)))
+    assert now == 0
     assert 32_000.0 / most > 1.5 * FLOOR
     assert most > 1
 
@@ -155,16 +146,14 @@ def test_chunks_are_short_in_time_at_a_low_rate_and_short_in_bytes_at_a_high_one
         assert run_in_virtual_time(chunk_bytes_at(rate)) == CHUNK_BYTES
 
 
-def test_without_a_rate_nothing_waits() -> None:
-    async def scene() -> float:
-        traffic = traffic_at(None)
-        for _ in range(1000):
-            async with traffic.place():
-                await traffic.leave(traffic.chunk_bytes)
-            traffic.received(1 << 40)
-        return asyncio.get_running_loop().time()
-
-    assert run_in_virtual_time(scene()) == 0.0
+@in_virtual_time
+async def test_without_a_rate_nothing_waits() -> None:
+    traffic = traffic_at(None)
+    for _ in range(1000):
+        async with traffic.place():
+            await traffic.leave(traffic.chunk_bytes)
+        traffic.received(1 << 40)
+    assert asyncio.get_running_loop().time() == 0.0
 
 
 @given(
@@ -202,31 +191,31 @@ def traffic_that_sees(seen: Callable[[], float | None], allowed: float | None = 
     return traffic
 
 
-def test_without_a_limit_nothing_waits_until_the_uplink_is_known_and_then_there_is_headroom() -> (
+@in_virtual_time
+async def test_without_a_limit_nothing_waits_until_the_uplink_is_known_and_then_there_is_headroom() -> (
     None
 ):
-    async def scene() -> float:
-        seen: list[float] = []
-        traffic = traffic_that_sees(lambda: seen[-1] if seen else None)
-        began_at = asyncio.get_running_loop().time()
-        for _ in range(1000):
-            await traffic.leave(traffic.chunk_bytes)
-        assert asyncio.get_running_loop().time() == began_at
-        seen.append(RATE)
-        return sum(await upload_for(SECONDS, traffic, num_streams=3)) / SECONDS
-
-    assert run_in_virtual_time(scene()) == pytest.approx(HEADROOM * RATE, rel=0.05)
+    seen: list[float] = []
+    traffic = traffic_that_sees(lambda: seen[-1] if seen else None)
+    began_at = asyncio.get_running_loop().time()
+    for _ in range(1000):
+        await traffic.leave(traffic.chunk_bytes)
+    assert asyncio.get_running_loop().time() == began_at
+    seen.append(RATE)
+    assert sum(await upload_for(SECONDS, traffic, num_streams=3)) / SECONDS == pytest.approx(
+        HEADROOM * RATE, rel=0.05
+    )
 
 
 @pytest.mark.parametrize(("allowed", "kept"), [(RATE, RATE), (100 * RATE, HEADROOM * wire(RATE))])
-def test_of_what_is_allowed_and_what_the_link_carries_the_less_counts(
+@in_virtual_time
+async def test_of_what_is_allowed_and_what_the_link_carries_the_less_counts(
     allowed: float, kept: float
 ) -> None:
-    async def scene() -> float:
-        traffic = traffic_that_sees(lambda: RATE, allowed)
-        return wire(sum(await upload_for(SECONDS, traffic, num_streams=3))) / SECONDS
-
-    assert run_in_virtual_time(scene()) == pytest.approx(kept, rel=0.05)
+    traffic = traffic_that_sees(lambda: RATE, allowed)
+    assert wire(sum(await upload_for(SECONDS, traffic, num_streams=3))) / SECONDS == pytest.approx(
+        kept, rel=0.05
+    )
 
 
 class QueuedUplink:
@@ -272,21 +261,18 @@ class QueuedUplink:
         self.meter.end(self._clock())
 
 
-def test_a_paced_uplink_stays_full_behind_a_short_queue_and_one_that_gets_faster_is_found_so() -> (
+@in_virtual_time
+async def test_a_paced_uplink_stays_full_behind_a_short_queue_and_one_that_gets_faster_is_found_so() -> (
     None
 ):
-    async def scene() -> tuple[list[float], list[float]]:
-        uplink = QueuedUplink(RATE)
-        took, queued = [], []
-        for number in range(60):
-            if number == 30:
-                uplink.bytes_per_second = 10 * RATE
-            took.append(await uplink.exchange())
-            queued.append(uplink.longest_queue_seconds)
-            await asyncio.sleep(60)
-        return took, queued
-
-    took, queued = run_in_virtual_time(scene())
+    uplink = QueuedUplink(RATE)
+    took, queued = [], []
+    for number in range(60):
+        if number == 30:
+            uplink.bytes_per_second = 10 * RATE
+        took.append(await uplink.exchange())
+        queued.append(uplink.longest_queue_seconds)
+        await asyncio.sleep(60)
     least = 3 * LEAST_BYTES / RATE
     assert all(seconds < 1.1 * least for seconds in took[:30])
     assert all(seconds > 0.9 * least for seconds in queued[:LEAST_MEASUREMENTS])
@@ -327,29 +313,25 @@ def test_what_waits_says_for_what_and_forgets_it_when_nothing_waits_any_more() -
     assert run_in_virtual_time(on_a_slow_link()) == [NO_UPLOAD, FREE, link, answers, NO_UPLOAD]
 
 
-def test_the_kernels_shares_are_told_while_they_hold_something_back() -> None:
-    async def scene() -> None:
-        traffic, kernel = traffic_at(None), LossyKernel()
-        traffic.kernel = kernel
-        with traffic.sending():
-            assert traffic.pace(1) == UploadPace(held_by="losses", bytes_per_second=3e6)
-            kernel.shared_bytes_per_second = None
-            assert traffic.pace(0) == FREE
-
-    run_in_virtual_time(scene())
+@in_virtual_time
+async def test_the_kernels_shares_are_told_while_they_hold_something_back() -> None:
+    traffic, kernel = traffic_at(None), LossyKernel()
+    traffic.kernel = kernel
+    with traffic.sending():
+        assert traffic.pace(1) == UploadPace(held_by="losses", bytes_per_second=3e6)
+        kernel.shared_bytes_per_second = None
+        assert traffic.pace(0) == FREE
 
 
-def test_the_door_answers_how_long_and_why_and_takes_nothing() -> None:
-    async def scene() -> None:
-        traffic, now = traffic_at(RATE), asyncio.get_running_loop().time()
-        assert traffic.may_send(traffic.chunk_bytes, now).seconds == 0
-        await traffic.leave(traffic.chunk_bytes)
-        for _ in range(2):
-            seconds, why = traffic.may_send(traffic.chunk_bytes, now)
-            assert seconds == pytest.approx(BURST_SECONDS, rel=0.01)
-            assert upload_in_words(why) == "its owner's limit of 1 MB/s"
-
-    run_in_virtual_time(scene())
+@in_virtual_time
+async def test_the_door_answers_how_long_and_why_and_takes_nothing() -> None:
+    traffic, now = traffic_at(RATE), asyncio.get_running_loop().time()
+    assert traffic.may_send(traffic.chunk_bytes, now).seconds == 0
+    await traffic.leave(traffic.chunk_bytes)
+    for _ in range(2):
+        seconds, why = traffic.may_send(traffic.chunk_bytes, now)
+        assert seconds == pytest.approx(BURST_SECONDS, rel=0.01)
+        assert upload_in_words(why) == "its owner's limit of 1 MB/s"
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,7 @@ from structlog.testing import capture_logs
 from lab.simulation.memory_transport import MemoryNetwork
 from node.assembly import _takes_tokens_of_peers, _tokens_of
 from node.config import NodeSettings
-from node.exchange.peers import (
-    PIECES_AT_ONCE,
-    NotHeldError,
-    TransferRefusedError,
-    WantTokens,
-)
+from node.exchange.peers import PIECES_AT_ONCE, NotHeldError, TransferRefusedError, WantTokens
 from node.exchange.tokens import GIVE_WAY_SECONDS, MAP_SECONDS
 from node.island.data.held import TokensHere
 from node.island.data.manifest import read_manifest

@@ -8,11 +8,7 @@ from statistics import mean
 import pytest
 
 from benchmarks import race, races
-from benchmarks.exchange.shares import (
-    exchanges,
-    predictions_in_words,
-    share_in_words,
-)
+from benchmarks.exchange.shares import exchanges, predictions_in_words, share_in_words
 from benchmarks.learning import given_weights, intervals, other_models, overlap
 from benchmarks.measurement import asked_by, read_rows
 from benchmarks.presets import situation_of
@@ -20,10 +16,7 @@ from benchmarks.race import known_in
 from benchmarks.races import RATES, report
 from coordinator.presets import costly, loss, reasons
 from coordinator.presets.choosing import FEW_NODES, MANY_SPARSE_EXCHANGES, OFTEN_STEPS, often_steps
-from coordinator.presets.cost import (
-    MEASURED_SHARE,
-    Setting,
-)
+from coordinator.presets.cost import MEASURED_SHARE, Setting
 from coordinator.presets.reasons import MORE_MOMENTUM_FOR_SPARSE, of_downlink
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"

@@ -8,11 +8,7 @@ from typing import Any, get_args
 
 import pytest
 
-from benchmarks.exchange.shares import (
-    Exchange,
-    exchanges,
-    measured_share,
-)
+from benchmarks.exchange.shares import Exchange, exchanges, measured_share
 from benchmarks.measurement import read_rows
 from coordinator.presets.cost import (
     CODEC_COSTS,

@@ -11,13 +11,7 @@ from coordinator.presets.choosing import OFTEN_STEPS, chosen, often_steps
 from coordinator.presets.cost import Setting, Situation, predicted
 from coordinator.presets.loss import Given, above
 from coordinator.presets.reasons import of_steps
-from tests.unit.preset_scene import (
-    all_settings,
-    codecs_and_interval,
-    ever_slower_mbit,
-    value,
-    why,
-)
+from tests.unit.preset_scene import all_settings, codecs_and_interval, ever_slower_mbit, value, why
 
 EVERY_TWENTY: Given = {("exchange", "fragments"): 2, ("inner", "steps"): 10}
 SHORT = replace(situation_of("125m", 100), total_steps=1600)

@@ -24,13 +24,7 @@ from coordinator.presets.loss import SPARSE
 from coordinator.presets.view import prediction_lines
 from node.exchange.codecs.registry import CODECS
 from protocol.run.run_spec import CodecName, RunSpec
-from tests.unit.preset_scene import (
-    all_settings,
-    codecs_and_interval,
-    ever_slower_mbit,
-    value,
-    why,
-)
+from tests.unit.preset_scene import all_settings, codecs_and_interval, ever_slower_mbit, value, why
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 

@@ -12,25 +12,13 @@ from hypothesis import strategies as st
 
 from node.exchange.codecs.dense import round_to_bf16
 from node.exchange.codecs.registry import codec_named
-from node.exchange.reduction import (
-    Merging,
-    Reduction,
-    Sender,
-)
+from node.exchange.reduction import Merging, Reduction, Sender
 from node.exchange.screening import COUNTED_ROUNDS, bounded_weights, missed_in_a_row
 from protocol.run.run_spec import Merge
 from protocol.wire.payload import Payload
 from protocol.wire.rounds import BLOCK, WHOLE, Commit, Contributor, Digest, NodeId, SliceOutcome
 from protocol.wire.versions import MERGE
-from tests.unit.exchange_scene import (
-    RUN,
-    TOKENS,
-    A,
-    B,
-    C,
-    contribution_of,
-    plan_for,
-)
+from tests.unit.exchange_scene import RUN, TOKENS, A, B, C, contribution_of, plan_for
 from tests.unit.golden.golden_file import matches_golden
 
 PLAN = plan_for(A, B, C)

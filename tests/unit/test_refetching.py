@@ -7,14 +7,7 @@ import numpy as np
 
 from node.disk.snapshots import Owed
 from protocol.wire.rounds import Digest
-from tests.unit.exchange_scene import (
-    A,
-    B,
-    C,
-    after_rounds,
-    committed_round,
-    in_virtual_time,
-)
+from tests.unit.exchange_scene import A, B, C, after_rounds, committed_round, in_virtual_time
 
 
 @in_virtual_time

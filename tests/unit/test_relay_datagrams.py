@@ -11,9 +11,7 @@ import pytest
 from coordinator.relay.server import MOST_DATAGRAMS
 from coordinator.relay.through import Through
 from coordinator.services.outside import TOKEN_BYTES, Lookout
-from protocol.errors import (
-    ProtocolMismatchError,
-)
+from protocol.errors import ProtocolMismatchError
 from protocol.wire.rounds import NodeId
 from tests.relay_scene import AT_HOME, HOST, World, free_port, said, until
 

@@ -12,13 +12,7 @@ import pytest
 from protocol.errors import CannotCreateError, ExitCode
 from protocol.files.durable import owner_of
 from protocol.service import unit
-from protocol.service.unit import (
-    NOT_AGAIN,
-    Unit,
-    install,
-    own_program,
-    units_folder,
-)
+from protocol.service.unit import NOT_AGAIN, Unit, install, own_program, units_folder
 
 UNIT = Unit(
     role="node",

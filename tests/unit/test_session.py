@@ -29,14 +29,7 @@ from protocol.errors import (
     UnavailableError,
 )
 from protocol.run.run_spec import RunSpec
-from protocol.trust.rulings import (
-    NO_DIGEST,
-    RUN_OWNER,
-    Ruling,
-    RulingKind,
-    SignedRuling,
-    digest_of,
-)
+from protocol.trust.rulings import NO_DIGEST, RUN_OWNER, Ruling, RulingKind, SignedRuling, digest_of
 from protocol.wire.channel import RETRY_CAP_SECONDS
 from protocol.wire.messages import EvaluationAsked, Held, Message, Report, RulingsTold
 from protocol.wire.rounds import Commit, Digest

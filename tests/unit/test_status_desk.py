@@ -11,9 +11,7 @@ from coordinator.services.session import SessionDesk
 from coordinator.services.status import StatusDesk
 from coordinator.store import Store
 from coordinator.streams import Telemetry
-from protocol.errors import (
-    BadDataError,
-)
+from protocol.errors import BadDataError
 from protocol.run.run_spec import RunSpec
 from protocol.v1 import session_pb2, status_pb2
 from protocol.wire import convert

@@ -3,12 +3,7 @@
 from dataclasses import replace
 
 from coordinator.swarm.events import Ticked
-from protocol.wire.messages import (
-    ParticipantsIdle,
-    ResultOffered,
-    RoundOpened,
-    SliceTakenOver,
-)
+from protocol.wire.messages import ParticipantsIdle, ResultOffered, RoundOpened, SliceTakenOver
 from protocol.wire.rounds import NodeId
 from tests.unit.swarm_scene import INITIAL, TOKENS, Scene, digest_of, of_kind, three_nodes
 

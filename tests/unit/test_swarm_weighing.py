@@ -7,12 +7,7 @@ import pytest
 from coordinator.services.session import names_with_other_data
 from coordinator.swarm.books import book, credited, earned, taken_back, unbook
 from coordinator.swarm.members import Member, MemberState, Work
-from coordinator.swarm.weighing import (
-    HALF_LIFE_ROUNDS,
-    cap_of,
-    say_of,
-    worth,
-)
+from coordinator.swarm.weighing import HALF_LIFE_ROUNDS, cap_of, say_of, worth
 from protocol.wire.messages import RefetchAsked, RoundCommitted
 from protocol.wire.rounds import WHOLE, NodeId
 from tests.unit.swarm_scene import CORPUS, INITIAL, TOKENS, Scene, digest_of, of_kind

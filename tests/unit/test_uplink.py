@@ -15,6 +15,7 @@ from node.exchange.transport.rates.uplink import (
     Uplink,
 )
 from protocol.wire.payload import WireCounts
+from tests.unit.exchange_scene import in_virtual_time
 
 LIMITS = Limits(floor_bytes_per_second=1.0)
 EPOCH_SECONDS, QUEUE_SECONDS = LIMITS.epoch_seconds, LIMITS.queue_seconds
@@ -100,29 +101,25 @@ async def known_link() -> QueuedLink:
     return link
 
 
-def test_an_uplink_stays_full_behind_a_short_queue() -> None:
-    async def scene() -> None:
-        link = QueuedLink()
-        await link.exchange()
-        assert max(link.queues) > 4  # nothing was known of it at first
-        for _ in range(10):
-            assert await link.exchange() < 1.02 * LEAST_SECONDS
-            assert max(link.queues) < 0.2
-
-    run_in_virtual_time(scene())
+@in_virtual_time
+async def test_an_uplink_stays_full_behind_a_short_queue() -> None:
+    link = QueuedLink()
+    await link.exchange()
+    assert max(link.queues) > 4  # nothing was known of it at first
+    for _ in range(10):
+        assert await link.exchange() < 1.02 * LEAST_SECONDS
+        assert max(link.queues) < 0.2
 
 
 @pytest.mark.parametrize("factor", [0.2, 0.6, 1.5, 5.0])
-def test_a_link_that_changes_is_full_again_behind_a_short_queue(factor: float) -> None:
-    async def scene() -> None:
-        link = await known_link()
-        link.bytes_per_second *= factor
-        for _ in range(3):
-            await link.exchange()
-        assert await link.exchange() < 1.1 * LEAST_SECONDS / factor
-        assert max(link.queues) < 0.5
-
-    run_in_virtual_time(scene())
+@in_virtual_time
+async def test_a_link_that_changes_is_full_again_behind_a_short_queue(factor: float) -> None:
+    link = await known_link()
+    link.bytes_per_second *= factor
+    for _ in range(3):
+        await link.exchange()
+    assert await link.exchange() < 1.1 * LEAST_SECONDS / factor
+    assert max(link.queues) < 0.5
 
 
 def test_where_the_kernel_paces_each_exchange_finds_the_rate_anew() -> None:
@@ -141,81 +138,69 @@ def test_where_the_kernel_paces_each_exchange_finds_the_rate_anew() -> None:
 
 
 @pytest.mark.parametrize("is_paced_below", [True, False])
-def test_where_the_kernel_paces_only_what_lasts_is_paced(is_paced_below: bool) -> None:
-    async def scene() -> None:
-        link = QueuedLink(is_paced_below=is_paced_below)
-        link.bytes_per_second = 1.5 * LEAST_SECONDS / LASTING_SECONDS * RATE
+@in_virtual_time
+async def test_where_the_kernel_paces_only_what_lasts_is_paced(is_paced_below: bool) -> None:
+    link = QueuedLink(is_paced_below=is_paced_below)
+    link.bytes_per_second = 1.5 * LEAST_SECONDS / LASTING_SECONDS * RATE
+    await link.exchange()
+    assert max(link.queues) > QUEUE_SECONDS
+    assert (link.uplink.bytes_per_second is None) == is_paced_below
+
+
+@in_virtual_time
+async def test_what_never_waits_is_not_paced() -> None:
+    link = QueuedLink()
+    link.bytes_per_second = 1e12
+    for _ in range(3):
         await link.exchange()
-        assert max(link.queues) > QUEUE_SECONDS
-        assert (link.uplink.bytes_per_second is None) == is_paced_below
-
-    run_in_virtual_time(scene())
+    assert link.uplink.bytes_per_second is None
 
 
-def test_what_never_waits_is_not_paced() -> None:
-    async def scene() -> None:
-        link = QueuedLink()
-        link.bytes_per_second = 1e12
-        for _ in range(3):
-            await link.exchange()
-        assert link.uplink.bytes_per_second is None
-
-    run_in_virtual_time(scene())
+@in_virtual_time
+async def test_one_peer_whose_answers_come_late_slows_nobody() -> None:
+    link = await known_link()
+    link.late_seconds[0] = 0.5
+    for _ in range(5):
+        assert await link.exchange() < 1.02 * LEAST_SECONDS + 0.5
 
 
-def test_one_peer_whose_answers_come_late_slows_nobody() -> None:
-    async def scene() -> None:
-        link = await known_link()
-        link.late_seconds[0] = 0.5
-        for _ in range(5):
-            assert await link.exchange() < 1.02 * LEAST_SECONDS + 0.5
-
-    run_in_virtual_time(scene())
-
-
-def test_a_queue_of_others_takes_half_of_our_rate_at_most_and_not_for_ever() -> None:
-    async def scene() -> None:
-        link = await known_link()
-        link.late_seconds = [0.5] * NUM_PEERS
-        rates = []
-        for _ in range(4):
-            await link.exchange()
-            rates.append(link.uplink.bytes_per_second or 0.0)
-        assert min(rates) >= 0.45 * RATE
-        assert rates[-1] == pytest.approx(RATE, rel=0.2)  # a longer way, then
-
-    run_in_virtual_time(scene())
-
-
-def test_the_owners_limit_holds_whatever_the_link_carries() -> None:
-    async def scene() -> None:
-        link = QueuedLink(allowed=0.5 * (1 + HEADER_SHARE) * RATE)
-        for _ in range(3):
-            assert await link.exchange() == pytest.approx(2 * LEAST_SECONDS, rel=0.05)
-
-    run_in_virtual_time(scene())
-
-
-def test_beside_bodies_that_nobody_answers_nothing_is_learnt() -> None:
-    async def scene() -> None:
-        link = QueuedLink(is_answered=False)
+@in_virtual_time
+async def test_a_queue_of_others_takes_half_of_our_rate_at_most_and_not_for_ever() -> None:
+    link = await known_link()
+    link.late_seconds = [0.5] * NUM_PEERS
+    rates = []
+    for _ in range(4):
         await link.exchange()
-        assert link.uplink.bytes_per_second is None
+        rates.append(link.uplink.bytes_per_second or 0.0)
+    assert min(rates) >= 0.45 * RATE
+    assert rates[-1] == pytest.approx(RATE, rel=0.2)  # a longer way, then
 
-    run_in_virtual_time(scene())
+
+@in_virtual_time
+async def test_the_owners_limit_holds_whatever_the_link_carries() -> None:
+    link = QueuedLink(allowed=0.5 * (1 + HEADER_SHARE) * RATE)
+    for _ in range(3):
+        assert await link.exchange() == pytest.approx(2 * LEAST_SECONDS, rel=0.05)
 
 
-def test_peers_that_take_their_time_for_every_answer_are_not_taken_for_a_queue_for_long() -> None:
-    async def scene() -> None:
-        link = QueuedLink()
-        for peer in range(NUM_PEERS):
-            link.uplink.goes_round_in(peer, ROUND_TRIP)
-        link.late_seconds = [0.5] * NUM_PEERS
-        for _ in range(3):
-            await link.exchange()
-        assert await link.exchange() < 1.05 * LEAST_SECONDS + 0.5
+@in_virtual_time
+async def test_beside_bodies_that_nobody_answers_nothing_is_learnt() -> None:
+    link = QueuedLink(is_answered=False)
+    await link.exchange()
+    assert link.uplink.bytes_per_second is None
 
-    run_in_virtual_time(scene())
+
+@in_virtual_time
+async def test_peers_that_take_their_time_for_every_answer_are_not_taken_for_a_queue_for_long() -> (
+    None
+):
+    link = QueuedLink()
+    for peer in range(NUM_PEERS):
+        link.uplink.goes_round_in(peer, ROUND_TRIP)
+    link.late_seconds = [0.5] * NUM_PEERS
+    for _ in range(3):
+        await link.exchange()
+    assert await link.exchange() < 1.05 * LEAST_SECONDS + 0.5
 
 
 def test_a_queue_that_was_there_before_the_first_answer_is_seen_by_the_round_trip() -> None:

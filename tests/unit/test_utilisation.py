@@ -10,12 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from node.island import measuring as measured_peak
-from node.island.measuring import (
-    flops_per_token,
-    measure_peak_if_unknown,
-    measured,
-    peak_of,
-)
+from node.island.measuring import flops_per_token, measure_peak_if_unknown, measured, peak_of
 from node.island.models.decoder_modules import Decoder, Objective
 from node.island.models.describing import describe
 from node.island.parallel.mesh import Mesh

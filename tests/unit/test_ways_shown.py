@@ -1,9 +1,7 @@
 """How people see by which ways nodes reach each other."""
 
 from protocol.terminal.node_words import node_facts, ways_to_others
-from protocol.terminal.status_words import (
-    summary_line,
-)
+from protocol.terminal.status_words import summary_line
 from protocol.v1 import status_pb2
 from tests.unit.status_scene import a_node, a_status, drawn
 
