@@ -129,6 +129,7 @@ def home(tokens: Path) -> Path:
     return node_home(tokens.parent / "node", data=data, model=model)
 
 
+@pytest.mark.filterwarnings("error::UserWarning")
 def test_the_command_measures_a_kept_model_by_source(
     home: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
