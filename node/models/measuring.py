@@ -1,6 +1,7 @@
 """The held-out loss of a model that a node keeps, measured here: without a coordinator, on the CPU."""
 
 import time
+import warnings
 from dataclasses import replace
 
 import torch
@@ -33,4 +34,8 @@ def held_out_loss(model: KeptModel, places: DataPlaces, *, samples: int | None) 
         clock=time.monotonic,
     )
     trainer.take_base(places.base)
-    return trainer.evaluate_at(model.parameters)
+    with warnings.catch_warnings():
+        warnings.simplefilter(
+            "ignore"
+        )  # torch warns of what cannot be written, as a snapshot's file
+        return trainer.evaluate_at(model.parameters)

@@ -55,7 +55,11 @@ SECTIONS: Sections = {
         ),
         Entry("me", "node.me:me", "Show what this folder's node has given to the run."),
         Entry("export", "node.models.command:export", "Write the model out for other software."),
-        Entry("evaluate", "node.models.command:evaluate", "Measure the model with lm-eval."),
+        Entry(
+            "evaluate",
+            "node.models.command:evaluate",
+            "Measure the model with lm-eval, or on held-out samples.",
+        ),
         Entry("sample", "node.models.command:sample", "Let the model write a little text."),
     ),
     "Anyone": (

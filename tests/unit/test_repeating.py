@@ -97,12 +97,14 @@ def test_the_command_says_how_much_of_each_source_is_trained_on(
     write_sources(tmp_path, code=100, book=300)
     command = ["data", "prepare", "*.jsonl", "--held-out", "book.jsonl", "--jobs", "1", "--out"]
     write_sources(tmp_path, web=300)
-    asked = ["--repeat", "code.jsonl=3"]
+    asked = ["--repeat", "code.jsonl=3", "--repeat", "web.jsonl=1"]
     assert console.run(cli.root, [*command, "out", *asked]) == ExitCode.OK
     said = capsys.readouterr().out
     assert "code.jsonl, 3 times: 2.7k tokens to train on, 52.9% of all" in said
-    assert "others, once: 2.4k tokens to train on, 47.1% of all" in said
+    assert "web.jsonl, once: 2.4k tokens to train on, 47.1% of all" in said
     assert read_manifest(tmp_path / "out").num_tokens("training") == 5100
+    assert console.run(cli.root, [*command, "unnamed", *asked[:2]]) == ExitCode.OK
+    assert "others, once: 2.4k tokens to train on, 47.1% of all" in capsys.readouterr().out
     for wrong in ("code.jsonl", "code.jsonl=0", "code.jsonl=x", "=2", "code.jsonl=101"):
         assert console.run(cli.root, [*command, "x", "--repeat", wrong]) == ExitCode.USAGE
 

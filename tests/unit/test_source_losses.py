@@ -107,3 +107,16 @@ def test_a_swarm_tells_the_loss_of_each_source_of_its_data(tmp_path: Path) -> No
         assert {one.source for one in each.by_source} == {"code", ""}
         whole = sum(one.loss * one.tokens for one in each.by_source)
         assert whole / each.tokens == pytest.approx(each.loss, rel=1e-6)
+
+
+def test_names_of_private_sources_stay_with_their_holder(tmp_path: Path) -> None:
+    write_sources(tmp_path)
+    repeated = ((str(tmp_path / "code"), 1.5),)
+    prepared(tmp_path / "code", tmp_path / "prose", out=tmp_path / "out", repeated=repeated)
+    spec = tiny(model={"vocab_size": 256}, data={"source": "tokens", "private": True})
+    corpus = open_dataset(spec, DataPlaces(folder=tmp_path, own=str(tmp_path / "out")))
+    finished = simulate(spec, lives=[Life()] * 3, corpus=corpus)
+    assert len(finished.held_out) > 1
+    for each in finished.held_out:
+        assert each.holders and each.by_source == ()
+        assert all(holder.by_source == () for holder in each.holders)

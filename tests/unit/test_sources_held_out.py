@@ -8,14 +8,15 @@ import numpy as np
 import pytest
 import torch
 
+from node.island.data.fetching import PieceCache
 from node.island.data.manifest import read_manifest
-from node.island.data.opening import open_dataset
+from node.island.data.opening import keep_manifest, open_dataset
 from node.island.data.places import DataPlaces
 from node.island.data.shard_plan import names_of_sources
 from node.island.island import Evaluation
 from node.island.parallel.mesh import Mesh
 from node.island.training.trainer import Trainer
-from node.kept import kept_model
+from node.kept import kept_model, kept_run
 from protocol.errors import ExitCode
 from protocol.run.models import layout_of
 from protocol.run.run_spec import RunSpec
@@ -129,6 +130,7 @@ def home(tokens: Path) -> Path:
     return node_home(tokens.parent / "node", data=data, model=model)
 
 
+@pytest.mark.filterwarnings("error::UserWarning")
 def test_the_command_measures_a_kept_model_by_source(
     home: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -170,3 +172,24 @@ def test_tokens_that_are_not_here_are_missed_in_a_sentence(
     tokens.rename(tokens.parent / "elsewhere")
     assert console.run(root, ["evaluate", "--dir", str(home), "--held-out"]) == ExitCode.NO_INPUT
     assert "holds no tokens" in capfd.readouterr().err
+
+
+def test_what_peers_gave_of_the_tokens_is_measured_on_and_what_is_gone_is_named(
+    home: Path, tokens: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    manifest = read_manifest(tokens)
+    cache = home / "data-cache"
+    keep_manifest(kept_run(home), cache, manifest.as_written())
+    kept = PieceCache(cache, limit_bytes=1 << 30)
+    for shard in manifest.held_out:
+        (digest,) = manifest.files[shard.tokens].pieces
+        kept.put(digest, (tokens / shard.tokens).read_bytes())
+    tokens.rename(tokens.parent / "elsewhere")
+    asked = ["evaluate", "--dir", str(home), "--held-out"]
+    assert console.run(root, asked) == ExitCode.OK
+    assert "  prose   " in capfd.readouterr().out
+    kept.path_of(digest).unlink()
+    assert console.run(root, asked) != ExitCode.OK
+    assert (
+        f"piece 0 of {shard.tokens} came from peers and is not in {cache}" in capfd.readouterr().err
+    )

@@ -22,7 +22,10 @@ PIECES = {
 def tell_sources(repeated: tuple[tuple[str, float], ...], tokens_of: dict[str, int]) -> None:
     """What is trained on of each source, and its share of the whole."""
     total = sum(tokens_of.values())
-    named = {pattern: f"{pattern}, {times:g} times" for pattern, times in repeated}
+    named = {
+        pattern: f"{pattern}, {'once' if times == 1 else f'{times:g} times'}"
+        for pattern, times in repeated
+    }
     for source, num_tokens in tokens_of.items():
         if source or num_tokens:
             click.echo(
