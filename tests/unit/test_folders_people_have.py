@@ -1,6 +1,7 @@
 """What people name as a model's folder and is none, or not a whole one, is told with what to name instead."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -8,7 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import MixtralForCausalLM
+from transformers import (
+    AutoConfig,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    MixtralForCausalLM,
+)
 
 from coordinator.presets import loss
 from node.island.data.tokenizing import open_tokenizer, tokenizer_files
@@ -17,7 +23,7 @@ from node.models.folders import name_of_model
 from node.models.reading import StoredTensor, look_at_first, look_at_model
 from node.outer_state import Vector
 from protocol.errors import AtollError, BadDataError
-from tests.transformers_configs import CONFIGS
+from tests.transformers_configs import CONFIGS, SIZES
 from tests.unit.new_run_scene import described_here, init, llama, made
 from tests.unit.tokens_scene import prepared, write_jsonl
 
@@ -333,3 +339,38 @@ def test_a_folder_whose_tensors_have_other_names_on_disk_is_told_with_the_file_t
     assert (
         "name the first.safetensors of the folder that 'atoll init' made" in refused.value.next_step
     )
+
+
+@pytest.mark.usefixtures("described_here")
+def test_of_a_model_of_images_too_the_language_model_trains_as_the_docs_take_it_out(
+    llama: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    whole = Path("gemma-3-4b")
+    vocab_size = AutoConfig.from_pretrained(llama).vocab_size
+    text = {key: value for key, value in SIZES.items() if "token_id" not in key}
+    sees = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    config = Gemma3Config(
+        text_config=text | {"vocab_size": vocab_size},
+        vision_config=sees | {"num_attention_heads": 2, "image_size": 28, "patch_size": 14},
+        mm_tokens_per_image=1,
+        image_token_index=1,
+    )
+    model = Gemma3ForConditionalGeneration(config).eval()
+    model.save_pretrained(whole)
+    asked = ("--by", "transformers", "--data", llama.parent / "tokens", "--context", 32)
+    for more in ((), ("--lora", 2)):
+        assert init(tmp_path / "no", "--from", whole, *asked, *more) == 78
+        assert "save its language model as a folder of its own" in capfd.readouterr().err
+    page = (Path(__file__).parents[2] / "docs" / "models-and-data.md").read_text()
+    (lines,) = re.findall(r"```python\n(from transformers .*?)```", page, re.DOTALL)
+    exec(lines, {})
+    shutil.copy(llama / "tokenizer.json", f"{whole}-text")
+    spec = made(tmp_path / "run", "--from", f"{whole}-text", *asked)
+    taken = saved_model(Path(f"{whole}-text")).eval()
+    tokens = torch.arange(2, 14)[None]
+    with torch.no_grad():
+        theirs = model(input_ids=tokens).logits
+        torch.testing.assert_close(taken(input_ids=tokens).logits, theirs, rtol=0, atol=1e-5)
+    assert spec.description is not None
+    assert spec.description.config["model_type"] == "gemma3_text"

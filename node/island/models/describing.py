@@ -48,13 +48,12 @@ def describe(spec: RunSpec, folder: Path | None) -> Description:
         case "decoder":
             return Description()
         case "transformers":
-            from node.island.models.transformers import BY_FUNCTION
-            from node.island.models.transformers_described import described
+            from node.island.models.transformers_described import described, how_to_train_less
 
             assert folder is not None
             model, found = described(spec, folder)
             loss, batch = _loss_of_tokens(model, spec)
-            to_leave_out = f"train adapters with --lora RANK, {BY_FUNCTION}"
+            to_leave_out = how_to_train_less(model, spec)
         case "function":
             from node.island.models.function_described import described_function
 

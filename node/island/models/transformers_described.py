@@ -76,6 +76,19 @@ def described(spec: RunSpec, folder: Path) -> tuple["PreTrainedModel", Descripti
     )
 
 
+def how_to_train_less(model: "PreTrainedModel", spec: RunSpec) -> str:
+    """What to do about parameters that no loss over texts reaches, as those of a part that sees images."""
+    config: Any = model.config
+    if config.get_text_config() is not config:
+        return (
+            "save its language model as a folder of its own, and name that (docs/models-and-data.md, "
+            "'Folders that are taken')"
+        )
+    if spec.adapters is not None:
+        return "name other modules in a run file's [lora] targets"
+    return f"train adapters with --lora RANK, {BY_FUNCTION}"
+
+
 def _refuse_frozen(model: "PreTrainedModel") -> None:
     """Raises ConfigError for a kind of model that leaves some of its parameters as they are."""
     for name, parameter in model.named_parameters():
