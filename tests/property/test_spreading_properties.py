@@ -1,6 +1,7 @@
 """Whoever joins, lies, leaves or is cut off: who stays ends with the same bits, and no uplink carries all."""
 
 import asyncio
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -8,11 +9,13 @@ from hypothesis import strategies as st
 
 from lab.simulation.virtual_time import run_in_virtual_time
 from node.exchange.peers import Want, WantChunk, WantChunkMap
+from protocol.terminal.console import bytes_in_words
 from protocol.wire.payload import Payload
 from protocol.wire.rounds import Way
 from tests.unit.download_scene import Supply, assert_is, changed
 from tests.unit.spreading_scene import (
     ALONE_SECONDS,
+    CHUNK_BYTES,
     NUM_CHUNKS,
     Joiner,
     SpreadingScene,
@@ -170,6 +173,38 @@ def test_all_end_when_the_holder_leaves_after_it_has_given_each_chunk_once() -> 
         assert scene.given(scene.holder) < 1.5
         for joiner in scene.joiners:
             assert_is(joiner.states[-1], scene.state)
+        await scene.stop()
+
+    run_in_virtual_time(run())
+
+
+def test_what_has_begun_to_come_goes_on_between_joiners_that_all_start_again(
+    tmp_path: Path,
+) -> None:
+    """The holder is gone, and between them they have each chunk."""
+
+    async def run() -> None:
+        scene = SpreadingScene(3, tmp_path)
+        await scene.start()
+        joining = [asyncio.create_task(joiner.join()) for joiner in scene.joiners]
+        while set.intersection(*map(missing, scene.joiners)):  # noqa: ASYNC110 (virtual time)
+            await asyncio.sleep(0.1)
+        scene.leave(scene.holder)
+        lacked = [len(missing(joiner)) for joiner in scene.joiners]
+        assert all(0 < num < NUM_CHUNKS for num in lacked)
+        for task in joining:
+            task.cancel()
+        await asyncio.gather(*joining, return_exceptions=True)
+        for joiner in scene.joiners:
+            joiner.download = joiner.started()
+            joiner.said.clear()
+        async with asyncio.timeout(5 * ALONE_SECONDS):
+            states = await asyncio.gather(*(joiner.join() for joiner in scene.joiners))
+        for state in states:
+            assert_is(state, scene.state)
+        for joiner, num in zip(scene.joiners, lacked, strict=True):
+            words = bytes_in_words(num * CHUNK_BYTES)
+            assert any(said.startswith(f"{words} of {words} of the state") for said in joiner.said)
         await scene.stop()
 
     run_in_virtual_time(run())

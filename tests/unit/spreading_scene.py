@@ -44,7 +44,13 @@ class Joiner(DonorNode):
         self._scene = scene
         self.said: list[str] = []
         self.ended_at: float | None = None
-        self.download = Download(
+        self._folder = folder
+        self.download = self.started()
+
+    def started(self) -> Download:
+        """As after a start of the process, with what is in its folder."""
+        scene = self._scene
+        return Download(
             run_digest=RUN,
             layout_digest=LAYOUT,
             num_elements=NUM_ELEMENTS,
@@ -55,7 +61,7 @@ class Joiner(DonorNode):
                 peers=lambda: tuple(peer for peer in scene.nodes if peer != self.node_id),
                 silences=Silences(self.transport.round_trip_seconds, Waits()),
             ),
-            folder=folder,
+            folder=self._folder,
             say=self.said.append,
         )
 
@@ -79,7 +85,8 @@ class Joiner(DonorNode):
 class SpreadingScene:
     """One holder and joiners, each with an uplink of its own for all that it gives."""
 
-    def __init__(self, num_joiners: int) -> None:
+    def __init__(self, num_joiners: int, folder: Path | None = None) -> None:
+        """Joiners keep what comes in folders within `folder`, or in memory."""
         self.network = QueuedNetwork(
             bytes_per_second=CHUNK_BYTES / CHUNK_SECONDS, latency_seconds=0.02
         )
@@ -87,7 +94,10 @@ class SpreadingScene:
         self.holder = DonorNode(
             self.network, NodeId("holder"), self.state, num_elements=NUM_ELEMENTS
         )
-        self.joiners = [Joiner(self, f"joiner-{number}") for number in range(num_joiners)]
+        self.joiners = [
+            Joiner(self, f"joiner-{number}", folder and folder / f"{number}")
+            for number in range(num_joiners)
+        ]
         self.nodes: dict[NodeId, DonorNode] = {
             node.node_id: node for node in (self.holder, *self.joiners)
         }
