@@ -183,6 +183,8 @@ def _lay_out(folder: Path) -> None:
     (corpus / "one.txt").write_text("\n".join(texts))
     pyarrow.parquet.write_table(pyarrow.table({"text": texts}), corpus / "one.parquet")
     shutil.copy(corpus / "one.jsonl", folder / "records.jsonl")
+    (folder / "new").mkdir()
+    write_jsonl(folder / "new" / "two.jsonl", 400, count=200)
     model = folder / "SmolLM2-135M"
     write_llama(model)
     shutil.copy(model / "tokenizer.json", folder)
@@ -206,6 +208,7 @@ def _prepare_data(reader: Reader) -> None:
     ):
         out = f"out-{place}"
         types(line, filled_in={"./tokens": out, "tokens": out, "./our-tokens": out})
+    types('atoll data prepare "new/*.jsonl" --add-to ./tokens --out ./more-tokens')
     types("atoll data show ./tokens")
     types("atoll data show ./tokens --document 17")
     types("atoll data check ./tokens")
@@ -351,6 +354,8 @@ def _ask(reader: Reader) -> None:
         "atoll node doctor",
         "atoll node doctor --json",
         "atoll node snapshots",
+        "atoll evaluate --held-out",
+        "atoll evaluate --held-out --samples 512",
         "atoll export ./before --round 120",
         "atoll export ./model",
         "atoll export ./model --round 120",
@@ -363,7 +368,10 @@ def _ask(reader: Reader) -> None:
     ):
         place = {"./model": f"./model-{len(reader.typed)}"}
         reader.types(line, at="" if "--dir" in line else NODE, filled_in=place)
+    reader.types("atoll evaluate", at=NODE, code=ExitCode.USAGE)
+    reader.types("atoll node fork ROUND --to ./fork", at=NODE, filled_in={"./fork": "./fork-too"})
     reader.types("atoll init my-second-run --run ./fork/run.toml")
+    reader.types("atoll init NEW --run ./fork/run.toml", filled_in={"NEW": "my-third-run"})
     reader.types("atoll status --dir nowhere", code=ExitCode.NO_INPUT)
     reader.types("atoll stauts", code=ExitCode.USAGE)
 
