@@ -192,7 +192,10 @@ async def test_every_declared_metric_is_told_and_none_that_is_not(tmp_path: Path
     home = home_with_pages(tmp_path / "home", text=f"{PATIENT}[evaluation]\nevery_rounds = 1\n")
     async with serving(home) as coordinator, two_nodes(home) as (a, b):
         await go_through_a_round(a, b)
-        evaluated = session_pb2.EvaluatedReport(held_out_loss=3.5, tokens=64, metric=0.5)
+        code = session_pb2.SourceLoss(source="code", loss=3.5, tokens=64)
+        evaluated = session_pb2.EvaluatedReport(
+            held_out_loss=3.5, tokens=64, metric=0.5, by_source=[code]
+        )
         for node in (a, b):
             await node.next("evaluate")
             await node.report(1, evaluated=evaluated)
